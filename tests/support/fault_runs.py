@@ -278,6 +278,7 @@ BATCH = "data.micro_batch_size"
 FAULTS = [
     # optimizer
     Training("learning_rate_x100", [f"{RATE}=0.5"], "no_better_than_unigram", RATE[2:]),
+    Training("learning_rate_x100_recovers", [QWEN3, f"{RATE}=0.5"], "early_loss_jump", RATE[2:]),
     Training("learning_rate_x0.001", [f"{RATE}=5e-6"], "loss_not_decreasing", RATE[2:]),
     Training("no_warmup", [EXPORTED, "--model.optim.warmup=0", EACH_STEP], "early_loss_jump",
              "model.optim.warmup"),

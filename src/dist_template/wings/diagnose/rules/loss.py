@@ -23,6 +23,7 @@ ISOLATED = 0.7  # of the spikes' log steps have no spike next to them
 NO_DECREASE = 0.03  # of the first loss: any sensible learning rate decreases it by more
 SWINGS = 0.08  # of the loss, between log steps; healthy runs of 1,000 tokens a step have 0.03
 USUAL_TOKENS = 2**15  # of an optimizer step; with fewer, a larger batch is proposed
+CONFIDENT = 2.0  # times ln(vocabulary): a trained model may be sure of what is wrong
 
 UNTRAINED = 0.8  # of ln(vocabulary): an untrained model has a higher loss
 
@@ -81,12 +82,18 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     end = max(expected.settled_after(history) + EARLY_STEPS, loss.steps[MIN_POINTS - 1])
     early = loss[loss.steps <= end]
     values, lowest = early.values, np.minimum.accumulate(early.values)
-    # What is left at the next log step: a spike, which disappears at once, does not count.
+    rises = values - lowest
+    # Noise may be of one size in all steps, or a share of the loss, which is high at first.
+    limit = np.maximum(JUMP, _relative_noise(loss)) * lowest
+    jumps = rises > np.maximum(SPIKE_SIGMAS * robust.noise(loss.values), limit)
+    # What is left at the next log step.
     stays = np.minimum(values[:-1], values[1:]) - lowest[:-1]
-    top = int(np.argmax(stays))
-    limit = max(SPIKE_SIGMAS * robust.noise(loss.values), JUMP * lowest[top])
-    if values[top] - lowest[top] <= limit or stays[top] < JUMP_STAYS * lowest[top]:
-        return
+    found = jumps[:-1] & (stays >= JUMP_STAYS * lowest[:-1])
+    if not found.any():
+        found = jumps
+        if not _is_no_batch(history, early, found):
+            return
+    top = int(np.flatnonzero(found)[np.argmax(rises[: len(found)][found])])
     evidence = f"{name} was {lowest[top]:.4g}, then {values[top]:.4g} at step {early.steps[top]}"
     evidence += f", and is {robust.tail(loss):.4g} at step {loss.steps[-1]}."
     stable_until = float(early.steps[int(np.argmin(values[: top + 1]))])
@@ -95,6 +102,28 @@ def early_loss_jump(history: History) -> Iterator[Finding]:
     yield Finding(
         "early_loss_jump", "warning", "likely", title, evidence, causes, steps, (), ("loss_spikes",)
     )
+
+
+def _relative_noise(loss: Series) -> float:
+    """Returns how far noise reaches above a loss, as a share of it; it may fall with the loss."""
+    positive = loss.values[loss.values > 0]
+    return math.expm1(SPIKE_SIGMAS * robust.noise(np.log(positive)))
+
+
+def _is_no_batch(history: History, early: Series, found: np.ndarray) -> bool:
+    """Returns whether rises that have disappeared at the next log step come from the training
+    steps, and not from one unusual batch each: the learning rate is far above the usual one, or the
+    batch's loss would be too high for a language model. A log step has the mean over all steps
+    since the one before, so that a batch must be as many times higher."""
+    if not found.any():
+        return False
+    if expected.rate_is_high(history):
+        return True
+    untrained = max(math.log(history.fact("model.vocab_size") or 1), float(early.values[0]))
+    highest = (CONFIDENT if history.key("model.pretrained") else 1 + JUMP) * untrained
+    lowest, steps = np.minimum.accumulate(early.values), np.diff(early.steps, prepend=0)
+    of_one_batch = (lowest + steps * (early.values - lowest))[found]
+    return bool(history.fact("model.vocab_size")) and float(of_one_batch.max()) > highest
 
 
 def loss_spikes(history: History) -> Iterator[Finding]:
@@ -257,7 +286,7 @@ def loss_oscillates(history: History) -> Iterator[Finding]:
         causes.append(Cause(f"{few}: a larger batch has less noise.", [larger]))
     causes += expected.not_clipped(history)
     title, steps = "the loss oscillates", robust.span(loss)
-    explains = ("loss_spikes",)
+    explains = ("loss_spikes", "early_loss_jump")
     yield Finding(
         "loss_oscillates", "warning", "likely", title, evidence, causes, steps, (), explains
     )
