@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dist_template.metric_names import loss_of, parts_of
-from dist_template.wings.diagnose import History
+from dist_template.wings.diagnose import History, expected
 from dist_template.wings.diagnose.report import curves, page, tables
 from tests.support import histories
 from tests.support.wings import engine
@@ -111,6 +111,12 @@ def test_the_usual_rate_of_adam_is_not_asked_of_sgd() -> None:
     of_adam = engine.diagnose(plain(logged))
     assert not any("usual" in cause.sentence for one in of_sgd for cause in one.causes)
     assert any("is usual" in cause.sentence for one in of_adam for cause in one.causes)
+
+
+def test_the_usual_rate_of_adapters_is_ten_times_that_of_all_weights() -> None:
+    whole = plain({"train_loss": (falls, 10)})
+    adapters = histories.with_setting(whole, "model.adapter", {"rank": 8})
+    assert expected.usual_rate(adapters) == pytest.approx(10 * expected.usual_rate(whole))
 
 
 ILL: dict[str, dict[str, Any]] = {  # of every rule about what a plain module can show

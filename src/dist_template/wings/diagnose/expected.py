@@ -13,6 +13,7 @@ from .finding import Cause, Change
 
 SETTLED_STEPS = 20  # after the warm-up: before, loss and gradient norms change by themselves
 FINE_TUNING = 0.1  # of the rate from scratch; OpenAI's fine-tuning guide (2021) gives 0.02 to 0.2
+OF_ADAPTERS = 10  # times the rate of all weights, as text/auto.py has it
 WARMUP_SHARE = 0.2  # of max_steps: the longest warm-up that is proposed
 WEIGHT = 0.02  # standard deviation of an initial weight: transformers' usual initializer_range
 HOPELESS = 100  # times the usual rate: no warm-up makes such a rate stable
@@ -105,11 +106,14 @@ def settled_after(history: History) -> float:
 def usual_rate(history: History) -> float:
     """Returns the usual peak learning rate of AdamW for the model's size (if not known, 10 M).
     0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361,
-    appendix D.6), right within a factor of a few; less from pretrained weights."""
+    appendix D.6), right within a factor of a few; less from pretrained weights, and ten times that
+    for adapters."""
     parameters = history.fact("parameters.total", 1e7) - (history.fact("parameters.embedding") or 0)
     rate = max(0.003239 - 0.0001395 * math.log(max(parameters, 1000)), 2e-5)  # the fit ends at 10 B
     if history.key("model.pretrained"):
         rate *= FINE_TUNING
+    if history.key("model.adapter"):
+        rate *= OF_ADAPTERS
     return rate
 
 
