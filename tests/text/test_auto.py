@@ -123,6 +123,24 @@ def test_a_resume_keeps_what_was_chosen(flags: list[str], tmp_path: Path, capfd:
     assert run("validate", *flags[:-4], *flags[-3:], "--trainer.devices=1") == 0
 
 
+@pytest.mark.slow
+def test_the_steps_of_a_reward_model_are_counted(tmp_path: Path, capfd: Any) -> None:
+    """It reads a pair's last tokens too, so fewer pairs fit into a row: two here, else three."""
+    model = chats.weights(chats.tokenizer(tmp_path / "model"))
+    answers = [{"prompt": "ab", "chosen": f"{i:02}", "rejected": f"{i + 1:02}"} for i in range(24)]
+    path = chats.write(tmp_path / "pairs.jsonl", answers)
+    given = f"""--config=preferences --run.root={tmp_path}/runs --run.report=false
+        --data.source.paths=[{path}] --data.seq_len=27 --data.cache_dir={tmp_path}/cache
+        --data.validation_share=0 --data.test_share=0 --data.prompts=[] --trainer.logger=false
+        --model.pretrained={model} --data.tokenizer.path={model} --trainer.accelerator=cpu
+        --trainer.devices=1 --model.preference.loss="""
+    for loss, steps in (("dpo", 8), ("reward", 12)):
+        assert run("fit", *(given + loss).split(), f"--run.name={loss}") == 0
+        shown = capfd.readouterr().out
+        assert f"training has {steps} optimizer steps (1 x {steps})" in shown
+        assert f"finished after step {steps}\n" in shown
+
+
 def test_accumulation_by_the_trainer_replaces_auto(
     flags: list[str], tmp_path: Path, capfd: Any
 ) -> None:

@@ -35,14 +35,14 @@ def choose(
     trained before."""
     if not hasattr(data, "steps_of_epoch"):
         return
-    before = settings_of(Path(checkpoint)) if checkpoint else {}
+    before, num_rows = settings_of(Path(checkpoint)) if checkpoint else {}, data.num_rows(module)
     if settings.get("data", {}).get("global_batch_size") == AUTO:
         size = before.get(BATCH)
         if not isinstance(size, int):
-            size = data.batch_for(trainer.max_epochs, multiple=data.global_batch_size)
+            size = data.batch_for(num_rows, trainer.max_epochs, multiple=data.global_batch_size)
         data.global_batch_size = settings["data"]["global_batch_size"] = size
         yield f"{BATCH} auto: {size}"
-    steps, shown = _num_steps(trainer, data, world_size)
+    steps, shown = _num_steps(trainer, data, num_rows, world_size)
     optim = typed_attribute(module, "optim", OptimConfig)
     if optim is not None and optim.learning_rate == AUTO:
         rate = before.get(RATE)
@@ -61,14 +61,14 @@ def choose(
         )
 
 
-def _num_steps(trainer: Any, data: Any, world_size: int) -> tuple[float, str]:
+def _num_steps(trainer: Any, data: Any, num_rows: int, world_size: int) -> tuple[float, str]:
     """Returns the optimizer steps of a training, inf without an end, and words for them."""
     size = data.global_batch_size
     if isinstance(size, list):  # there are no epochs, so trainer.max_steps is set
         most = trainer.max_steps
         return most, f"{most:,} optimizer steps, each of up to {data.batch_sizes[1]} rows"
     rows = f"{size} row" + "s" * (size > 1)
-    of_epoch = data.steps_of_epoch(trainer.limit_train_batches, world_size)
+    of_epoch = data.steps_of_epoch(num_rows, trainer.limit_train_batches, world_size)
     epochs, most = trainer.max_epochs, trainer.max_steps
     by_epochs = epochs * of_epoch if epochs is not None and epochs >= 0 else math.inf
     if 0 <= most < by_epochs:

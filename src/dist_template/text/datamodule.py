@@ -283,16 +283,22 @@ class PackedText(L.LightningDataModule):
             return self.micro_batch_size, self.micro_batch_size
         return divisor_of(self.global_batch_size), int(max(values_of(self.global_batch_size)))
 
-    def batch_for(self, epochs: int | None, multiple: int) -> int:
-        """Returns what `global_batch_size` auto stands for, a multiple of `multiple`."""
-        passes = epochs if epochs and epochs > 0 else 1
-        return auto.batch_for(len(self.rows_of("train")), passes, multiple)
+    def num_rows(self, module: Any) -> int:
+        """Returns the rows of the train split for the module that will be trained."""
+        if self.corpus.is_pairs:
+            ends = getattr(module, "reads_ends", False)
+            return len(PairRows(self.corpus, "train", self.seq_len, reads_ends=ends))
+        return len(self.rows_of("train"))
 
-    def steps_of_epoch(self, limit: float, world_size: int) -> int:
+    def batch_for(self, num_rows: int, epochs: int | None, multiple: int) -> int:
+        """Returns what `global_batch_size` auto stands for, a multiple of `multiple`."""
+        return auto.batch_for(num_rows, epochs if epochs and epochs > 0 else 1, multiple)
+
+    def steps_of_epoch(self, num_rows: int, limit: float, world_size: int) -> int:
         """Returns the optimizer steps of an epoch on `world_size` data-parallel ranks; `limit` is
         trainer.limit_train_batches, a share of the steps or a number of a rank's micro-batches."""
         size, _ = self.batch_sizes
-        steps = len(self.rows_of("train")) // size
+        steps = num_rows // size
         if isinstance(limit, int):
             return min(steps, limit * self.micro_batch_size * world_size // size)
         return steps if limit >= 1 else max(1, int(limit * steps))
@@ -333,7 +339,8 @@ class PackedText(L.LightningDataModule):
             isinstance(share := self.trainer.limit_train_batches, float) and share < 1
         ):  # of the steps of an epoch
             self.trainer.limit_train_batches = (
-                self.steps_of_epoch(share, self.world_size) * self.accumulation
+                self.steps_of_epoch(len(self.rows_of("train")), share, self.world_size)
+                * self.accumulation
             )
         if grows:
             make_resumable(self.trainer)
