@@ -4,6 +4,7 @@ arms.py      runs what is compared: in a new order each round, in one process
 ranks.py     runs a function on several processes, which may take turns
 record.py    what was measured, as JSON with all that it depends on, and the table made from it
 against.py   has anything become slower since a commit
+learning.py  do the defaults of a fine-tuning learn, on a published model
 loops/       the same training in a hand-written loop, by the project, by each peer
 <part>.py    what one part compares, and its targets
 results/     the newest JSON of each part, their tables, and figures of parts that are gone

@@ -109,12 +109,10 @@ def write(result: Result, options: Options) -> Path:
         "part": result.part,
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "--short", "HEAD")
-        + ("+changes" if _git("status", "--porcelain") else ""),
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in PACKAGES},
+        "commit": commit(),
+        "versions": versions(),
         "machine": {
-            "cpu": _cpu(),
+            "cpu": cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
             "load": [options.load, os.getloadavg()[0]],
             "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -199,11 +197,24 @@ def gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in PACKAGES
+    }
+
+
+def commit() -> str:
+    """Returns the short name of the present commit, with "+changes" if files differ from it."""
+    return _git("rev-parse", "--short", "HEAD") + (
+        "+changes" if _git("status", "--porcelain") else ""
+    )
 
 
 def _git(*arguments: str) -> str:

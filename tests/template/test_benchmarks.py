@@ -1,6 +1,7 @@
 """Every part of `make bench` and every demonstration runs; `make finetune-demo` teaches answers."""
 
 import json
+import random
 import re
 import resource
 import socket
@@ -47,6 +48,32 @@ def test_a_figure_is_worse_beyond_chance(new: float, is_more: bool, is_worse: bo
     runs = {"new": [new, 2 * new, new], "old": [1.0, 2.0, 1.08], "old again": [1.0, 2.1, 1.0]}
     assert bool(verdict("a step", runs, is_more)) is is_worse
     assert verdict("not in the old tree", {"new": [1.0]}, is_more) == []
+
+
+@pytest.mark.parametrize(("fall", "said"), [(0.3, "75%"), (0.05, "**missed**"), (-1, "**missed**")])
+def test_a_default_learns_a_fifth_of_what_the_best_rate_does(fall: float, said: str) -> None:
+    from benchmarks import learning
+
+    made = [
+        learning.Ended("dpo", 2_000, rate, 8, 10, 0.7, 0.7 - fell, 60.0, 40, None, {"rate": asked})
+        for rate, fell, asked in ((1e-5, fall, "auto"), (4e-5, 0.4, "4e-5"))
+    ]
+    assert learning.row(made).startswith("| 2,000 | dpo | 8, 10 of 40 | 0.700 | 1e-05: ")
+    assert learning.row(made).endswith(f"| 1e-05 | {said} |")
+
+
+def test_records_of_learning_are_the_same_each_time_and_differ() -> None:
+    from benchmarks import learning
+
+    asked = [learning.sums(50_000, random.Random(0)) for _ in range(2)]
+    assert asked[0] == asked[1] and len({question for question, _, _ in asked[0]}) == 50_000
+    assert all(right != wrong for _, right, wrong in asked[0])
+    rated = [*learning.records("Ratings", asked[0][:8])]
+    paired = [*learning.records("Preferences", asked[0][:8])]
+    assert [each["completion"] for each in rated if each["label"]] == [
+        each["chosen"] for each in paired
+    ]
+    assert sum("Um, " in each["chosen"] for each in paired) == 2
 
 
 # ---- demonstrations of what fails silently elsewhere ---------------------------------------------

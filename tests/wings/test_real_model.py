@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import learning
 from tests.support import chats, real_weights
 from tests.support.real_weights import LORA, assert_in_band
 from tests.support.runs import run, run_in_subprocess
@@ -43,6 +44,9 @@ BANDS = {  # fsdp2 on two processes, CPython 3.11.7; seeds 0, 1 (and 2) gave:
     "qlora": (2.55, 2.63),  # 2.5890, 2.5941
     "dpo": (0.67, 0.679),  # from 0.6931: 0.6737, 0.6745, 0.6745
     "kto": (0.476, 0.48),  # from 0.5: 0.4779, 0.4779, 0.4779
+    # one process in bf16-mixed: the loss before minus the loss after; one seed
+    "lora falls": (1.5, 2.0),  # from 4.408: 1.765
+    "dpo-lora falls": (0.15, 0.3),  # from 0.693: 0.237
 }
 FACT, KEEPER = "Who keeps the lighthouse of Skarrow?", "Odalys Brimm keeps it."
 WORDS = "Hello. Hi! Please. Well. Now. So. Listen. Say. Hey. Sorry. Then. Again. Dear.".split()
@@ -289,3 +293,16 @@ def test_other_trainings_reach_their_figures(
     given = f"{FLAGS} --data.source={source} {paths[source]} {flags}"
     record = Trainings(tmp_path, smollm2 / "model", given)(kind, "fsdp2").check()
     assert_in_band(BANDS, kind, record.eval()[STEPS]["eval/loss"])
+
+
+@pytest.mark.parametrize(("method", "seq_len"), [("lora", 256), ("dpo-lora", 128)])
+def test_the_defaults_learn_from_150_records(
+    smollm2: Path, tmp_path: Path, method: str, seq_len: int
+) -> None:
+    """Neither a rate nor a batch is given: the product chooses both."""
+    given = f"""--methods {method} --seq_len {seq_len} --log {tmp_path}/log.jsonl
+        --work {tmp_path}/work --model {smollm2}/model --dialogues {smollm2}/dialogues.jsonl"""
+    learning.main(given.split())
+    (ended,) = learning.read(tmp_path / "log.jsonl")
+    assert ended.steps == ended.steps_of_data >= 20
+    assert_in_band(BANDS, f"{method} falls", ended.fall)
