@@ -14,7 +14,7 @@ from ..model.any_module import typed_attribute
 from ..model.optim import OptimConfig
 
 BATCH, RATE = "data.global_batch_size", "model.optim.learning_rate"
-FEWEST = 10  # optimizer steps: docs/finetune.md has what is learned in fewer
+FEWEST = 5  # optimizer steps: six have learned, one has a rate of 0 (docs/finetune.md)
 
 
 def choose(
@@ -55,9 +55,9 @@ def choose(
     yield f"training has {shown} of {data.seq_len:,} tokens"
     if steps < FEWEST and trainer.max_steps < 0:
         yield (
-            f"warning: {steps:g} optimizer steps, and little is learned in fewer than {FEWEST}:"
-            f" give more data, raise trainer.max_epochs ({trainer.max_epochs}), or lower {BATCH}"
-            f" ({data.global_batch_size})"
+            f"warning: {steps:g} optimizer steps, and hardly anything is learned in fewer than"
+            f" {FEWEST}: give more data, raise trainer.max_epochs ({trainer.max_epochs}), or lower"
+            f" {BATCH} ({data.global_batch_size})"
         )
 
 
