@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning import LightningDataModule
 from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 from transformers import LlamaConfig
 
-from dist_template import AdapterConfig, InputError, OptimConfig
+from dist_template import AdapterConfig, InputError, OptimConfig, TrainingModule
+from dist_template.cli import chosen
 from dist_template.text import auto
 from dist_template.text.preference_loss import PreferenceConfig
 from tests.support import chats
@@ -38,6 +40,14 @@ def test_a_batch_leaves_enough_steps(rows: int, epochs: int, multiple: int, size
     assert auto.batch_for(rows, epochs, multiple) == size
 
 
+@pytest.mark.parametrize(
+    ("rows", "multiple", "size"), [(97, 1, 1), (98, 1, 2), (96, 1, 4), (30, 6, 6), (20, 6, 6)]
+)
+def test_a_batch_divides_the_rows_that_a_limit_leaves(rows: int, multiple: int, size: int) -> None:
+    """Where nothing divides them, it is the least, and the check of the limit has the sentence."""
+    assert auto.batch_for(rows, 3, multiple, divides=True) == size
+
+
 def rate(width: int = 2000, steps: float = 100, **given: Any) -> float:
     """The rate for a Llama of that width."""
     fields = {"pretrained": "folder", "adapter": None, "preference": PreferenceConfig()}
@@ -54,12 +64,13 @@ def test_a_rate_falls_with_the_width_and_is_ten_times_for_adapters() -> None:
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "kto"])
 def test_a_preference_moves_as_far_in_few_steps_as_in_many(loss: Any) -> None:
-    chosen = PreferenceConfig(loss=loss)
+    given = PreferenceConfig(loss=loss)
     steps = [5, 20, 40, 1000, 10**6]
-    rates = [rate(steps=each, preference=chosen) for each in steps]
+    rates = [rate(steps=each, preference=given) for each in steps]
     assert rates == [1.3e-5, 1.3e-5, 6.3e-6, 1e-6, 1e-6]
+    assert rate(steps=0, preference=given) == 1.3e-5, "trainer.max_epochs 0"
     # eight billion parameters, as published: 5e-7 for all weights
-    assert rate(4096, 2000, preference=chosen) == pytest.approx(5e-7, rel=0.2)
+    assert rate(4096, 2000, preference=given) == pytest.approx(5e-7, rel=0.2)
 
 
 @pytest.mark.parametrize("loss", ["reward", "orpo"])
@@ -114,13 +125,13 @@ def test_a_resume_keeps_what_was_chosen(flags: list[str], tmp_path: Path, capfd:
     two = ["--trainer.devices=2", *flags_of("fsdp2"), "--trainer.max_steps=2"]
     assert run("prepare", *flags) == 0
     Workers(2).run(["fit", *flags, *two], tmp_path / "two").check()
-    chosen = numbers(tmp_path)
-    assert chosen[0] == 2
+    before = numbers(tmp_path)
+    assert before[0] == 2
     one = ["--trainer.devices=1", "--trainer.max_steps=3", "--ckpt_path=last"]
     capfd.readouterr()
     assert run("fit", *flags, *one) == 0
     shown = capfd.readouterr().out
-    assert numbers(tmp_path) == chosen and "data.global_batch_size auto: 2\n" in shown
+    assert numbers(tmp_path) == before and "data.global_batch_size auto: 2\n" in shown
     assert "->" not in shown, "nothing has changed since the checkpoint"
     assert run("validate", *flags[:-4], *flags[-3:], "--trainer.devices=1") == 0
 
@@ -152,6 +163,59 @@ def test_accumulation_by_the_trainer_replaces_auto(
     assert "data.global_batch_size is 3 (before: auto)" in capfd.readouterr().out
     other = run("fit", *flags, "--optimizer=SGD")
     assert other == 2 and "auto is a rate of AdamW: give --optimizer.lr" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [
+        ("--trainer.fast_dev_run=1 --data.global_batch_size=4", 1),  # ends within a step
+        ("--trainer.fast_dev_run=3 --data.global_batch_size=2", 2),
+        ("--trainer.limit_train_batches=3", 9),  # 129 rows have 64 steps of two, which do not fit
+        ("--trainer.limit_train_batches=0.5", 63),  # of a half of them one row is a step
+        ("--trainer.max_epochs=0", 0),
+    ],
+)
+def test_as_many_steps_are_trained_as_are_said(
+    flags: list[str], capfd: Any, more: str, steps: int
+) -> None:
+    assert run("fit", *flags, "--trainer.devices=1", *more.split()) == 0
+    shown = capfd.readouterr().out
+    assert f"training has {steps} optimizer steps" in shown
+    assert f"finished after step {steps}\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            ["--data.global_batch_size=[{value: 2, until: 512}, {value: 4}]"],
+            "set trainer.max_steps",
+        ),
+        (["--data.global_batch_size=4", "--trainer.limit_train_batches=6"], "give a multiple of 4"),
+    ],
+)
+def test_no_steps_are_said_of_a_training_that_is_refused(
+    flags: list[str], capfd: Any, more: list[str], sentence: str
+) -> None:
+    assert run("fit", *flags, "--trainer.devices=1", *more) == 2
+    shown = capfd.readouterr()
+    assert sentence in shown.err and "optimizer steps" not in shown.out
+
+
+def test_the_rate_of_another_optimizer_is_recorded(
+    flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    other = ["--optimizer=AdamW", "--optimizer.lr=0.0001", "--trainer.max_steps=1"]
+    assert run("fit", *flags, "--trainer.devices=1", *other) == 0
+    assert numbers(tmp_path)[1] == 1e-4, "not one that AdamW without it would have"
+    assert "learning_rate auto" not in capfd.readouterr().out
+
+
+def test_a_plain_module_has_no_rate_of_its_own() -> None:
+    plain = TrainingModule(OptimConfig(learning_rate="auto"))
+    for data in (LightningDataModule(), DataModule()):
+        with pytest.raises(InputError, match="is for a TextModule on PackedText, not for Training"):
+            list(chosen.choose({}, None, plain, data, None, None, 1))
 
 
 def test_a_script_gives_numbers() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..by_tokens import AUTO
 from ..checkpoint.identity import settings_of
+from ..errors import InputError
 from ..model.any_module import typed_attribute
 from ..model.optim import OptimConfig
 
@@ -31,27 +32,39 @@ def choose(
     steps; none for data without rows.
 
     `model_config` is transformers', `checkpoint` the one from which training resumes, `world_size`
-    the number of data-parallel ranks. Raises InputError for the rate of a model that was not
-    trained before."""
-    if not hasattr(data, "steps_of_epoch"):
+    the number of data-parallel ranks. Raises InputError for a batch that the trainer or the ranks
+    do not allow, and for the rate of a model that was not trained before."""
+    optim = typed_attribute(module, "optim", OptimConfig)
+    wants_rate = optim is not None and optim.learning_rate == AUTO
+    knows_rows = hasattr(data, "steps_of_epoch")
+    if wants_rate and not (knows_rows and hasattr(module, "rate_for")):
+        raise InputError(
+            f"{RATE} auto is for a TextModule on PackedText, not for {type(module).__name__} on"
+            f" {type(data).__name__}: give a number, such as 3e-4"
+        )
+    if not knows_rows:
         return
     before, num_rows = settings_of(Path(checkpoint)) if checkpoint else {}, data.num_rows(module)
     if settings.get("data", {}).get("global_batch_size") == AUTO:
         size = before.get(BATCH)
         if not isinstance(size, int):
-            size = data.batch_for(num_rows, trainer.max_epochs, multiple=data.global_batch_size)
+            limit, multiple = trainer.limit_train_batches, data.global_batch_size
+            size = data.batch_for(num_rows, trainer.max_epochs, multiple, limit, world_size)
         data.global_batch_size = settings["data"]["global_batch_size"] = size
         yield f"{BATCH} auto: {size}"
+    data.trainer = trainer  # as Lightning attaches it later: the check knows its limits and phases
+    data.check(world_size)
     steps, shown = _num_steps(trainer, data, num_rows, world_size)
-    optim = typed_attribute(module, "optim", OptimConfig)
-    if optim is not None and optim.learning_rate == AUTO:
-        rate = before.get(RATE)
-        if not isinstance(rate, float):
+    if wants_rate:
+        replaced = (optim.optimizer_class or {}).get("init_args", {}).get("lr")
+        rate = before.get(RATE) if replaced is None else replaced
+        if not isinstance(rate, int | float):
             rate = module.rate_for(data, model_config, steps)
         optim.learning_rate = rate
         if isinstance(given := settings["model"].get("optim"), dict):
             given["learning_rate"] = rate
-        yield f"{RATE} auto: {rate:g}"
+        if replaced is None:
+            yield f"{RATE} auto: {rate:g}"
     yield f"training has {shown} of {data.seq_len:,} tokens"
     if steps < FEWEST and trainer.max_steps < 0:
         yield (

@@ -29,14 +29,17 @@ OF_SCORES = 1 / 3
 OF_PREFERENCES, LARGEST_SHARE, LEAST_SHARE = 5, 1 / 4, 1 / 50
 
 
-def batch_for(rows: int, epochs: float, multiple: int) -> int:
+def batch_for(rows: int, epochs: float, multiple: int, *, divides: bool = False) -> int:
     """Returns the rows of an optimizer step: the largest power of two up to LARGEST with which
     `epochs` passes over `rows` have MANY_STEPS steps, raised to a multiple of `multiple`, which is
-    at most `rows`."""
+    at most `rows`. With `divides` it is lowered until it divides `rows`, which a limit has left."""
     size = 1
     while size < LARGEST and rows >= 2 * size and rows * epochs >= 2 * size * MANY_STEPS:
         size *= 2
     together = -(-size // multiple) * multiple
+    while divides and size > 1 and rows % together:
+        size //= 2
+        together = -(-size // multiple) * multiple
     return together if together <= rows else max(1, rows // multiple) * multiple
 
 
@@ -61,5 +64,5 @@ def rate_for(module: Any, data: Any, config: Any, steps: float) -> float:
         if module.preference.loss in ("reward", "orpo"):
             rate *= OF_SCORES
         else:
-            rate *= min(LARGEST_SHARE, max(OF_PREFERENCES / steps, LEAST_SHARE))
+            rate *= min(LARGEST_SHARE, max(OF_PREFERENCES / max(1, steps), LEAST_SHARE))
     return float(f"{rate:.2g}")

@@ -290,9 +290,24 @@ class PackedText(L.LightningDataModule):
             return len(PairRows(self.corpus, "train", self.seq_len, reads_ends=ends))
         return len(self.rows_of("train"))
 
-    def batch_for(self, num_rows: int, epochs: int | None, multiple: int) -> int:
-        """Returns what `global_batch_size` auto stands for, a multiple of `multiple`."""
-        return auto.batch_for(num_rows, epochs if epochs and epochs > 0 else 1, multiple)
+    def batch_for(
+        self,
+        num_rows: int,
+        epochs: int | None,
+        multiple: int,
+        limit: float = 1.0,
+        world_size: int = 1,
+    ) -> int:
+        """Returns what `global_batch_size` auto stands for, a multiple of `multiple`, for those of
+        `num_rows` that `limit` leaves of an epoch: trainer.limit_train_batches, as in
+        `steps_of_epoch`."""
+        passes = epochs if epochs and epochs > 0 else 1
+        if not isinstance(limit, int):
+            return auto.batch_for(max(1, int(num_rows * limit)), passes, multiple)
+        limited = limit * self.micro_batch_size * world_size
+        # an epoch that a number of batches ends has no part of a step: check_numbers
+        rows, divides = min(num_rows, limited), limited <= num_rows
+        return auto.batch_for(rows, passes, multiple, divides=divides)
 
     def steps_of_epoch(self, num_rows: int, limit: float, world_size: int) -> int:
         """Returns the optimizer steps of an epoch on `world_size` data-parallel ranks; `limit` is
@@ -300,7 +315,8 @@ class PackedText(L.LightningDataModule):
         size, _ = self.batch_sizes
         steps = num_rows // size
         if isinstance(limit, int):
-            return min(steps, limit * self.micro_batch_size * world_size // size)
+            # only fast_dev_run ends within a step, which Lightning takes with what there is
+            return min(steps, -(-limit * self.micro_batch_size * world_size // size))
         return steps if limit >= 1 else max(1, int(limit * steps))
 
     @property
