@@ -107,15 +107,15 @@ def test_a_fine_tuning_says_what_it_has_chosen(
     flags: list[str], tmp_path: Path, capfd: Any
 ) -> None:
     few = ["--trainer.devices=1", "--trainer.max_epochs=2", "--trainer.limit_train_batches=2"]
+    few.append("--trainer.max_steps=50")  # the epochs end before
     assert run("fit", *flags, *few) == 0
     shown = capfd.readouterr().out
     batch, rate = numbers(tmp_path)
     assert batch == 1 and f"data.global_batch_size auto: {batch}\n" in shown
     assert f"model.optim.learning_rate auto: {rate:g}\n" in shown
     assert "training has 4 optimizer steps (2 x 2), each of 1 row of 128 tokens\n" in shown
-    assert (
-        "warning: 4 optimizer steps, and hardly anything is learned in fewer than 5: give" in shown
-    )
+    warned = "warning: 4 optimizer steps, and hardly anything is learned in fewer than 5: give"
+    assert f"{warned} more data, or raise trainer.max_epochs (2)\n" in shown, "not the batch"
     assert "finished after step 4\n" in shown
 
 
@@ -134,6 +134,11 @@ def test_a_resume_keeps_what_was_chosen(flags: list[str], tmp_path: Path, capfd:
     assert numbers(tmp_path) == before and "data.global_batch_size auto: 2\n" in shown
     assert "->" not in shown, "nothing has changed since the checkpoint"
     assert run("validate", *flags[:-4], *flags[-3:], "--trainer.devices=1") == 0
+    assert run("fit", *flags, *one, "--data.micro_batch_size=4") == 2
+    sentence = (
+        "auto keeps the checkpoint's 2, and these ranks and micro-batches need a multiple of 4"
+    )
+    assert sentence in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -180,7 +185,7 @@ def test_as_many_steps_are_trained_as_are_said(
 ) -> None:
     assert run("fit", *flags, "--trainer.devices=1", *more.split()) == 0
     shown = capfd.readouterr().out
-    assert f"training has {steps} optimizer steps" in shown
+    assert f"training has {steps} optimizer step{'s' * (steps != 1)} (" in shown
     assert f"finished after step {steps}\n" in shown
 
 

@@ -46,10 +46,15 @@ def choose(
         return
     before, num_rows = settings_of(Path(checkpoint)) if checkpoint else {}, data.num_rows(module)
     if settings.get("data", {}).get("global_batch_size") == AUTO:
-        size = before.get(BATCH)
+        size, least = before.get(BATCH), data.global_batch_size
+        if isinstance(size, int) and size % least:  # another would change the schedule's steps
+            raise InputError(
+                f"{BATCH} auto keeps the checkpoint's {size}, and these ranks and micro-batches"
+                f" need a multiple of {least}: give a number, or train on fewer ranks"
+            )
         if not isinstance(size, int):
-            limit, multiple = trainer.limit_train_batches, data.global_batch_size
-            size = data.batch_for(num_rows, trainer.max_epochs, multiple, limit, world_size)
+            limit = trainer.limit_train_batches
+            size = data.batch_for(num_rows, trainer.max_epochs, least, limit, world_size)
         data.global_batch_size = settings["data"]["global_batch_size"] = size
         yield f"{BATCH} auto: {size}"
     data.trainer = trainer  # as Lightning attaches it later: the check knows its limits and phases
@@ -66,12 +71,18 @@ def choose(
         if replaced is None:
             yield f"{RATE} auto: {rate:g}"
     yield f"training has {shown} of {data.seq_len:,} tokens"
-    if steps < FEWEST and trainer.max_steps < 0:
+    if steps < FEWEST and steps != trainer.max_steps and not trainer.fast_dev_run:
+        advice = [f"raise trainer.max_epochs ({trainer.max_epochs})"]
+        if data.global_batch_size > data.micro_batch_size * world_size:
+            advice.append(f"lower {BATCH} ({data.global_batch_size})")
         yield (
-            f"warning: {steps:g} optimizer steps, and hardly anything is learned in fewer than"
-            f" {FEWEST}: give more data, raise trainer.max_epochs ({trainer.max_epochs}), or lower"
-            f" {BATCH} ({data.global_batch_size})"
+            f"warning: {_steps(steps)}, and hardly anything is learned in fewer than {FEWEST}:"
+            f" give more data, or {', or '.join(advice)}"
         )
+
+
+def _steps(number: float) -> str:
+    return f"{number:,} optimizer step" + "s" * (number != 1)
 
 
 def _num_steps(trainer: Any, data: Any, num_rows: int, world_size: int) -> tuple[float, str]:
@@ -79,14 +90,14 @@ def _num_steps(trainer: Any, data: Any, num_rows: int, world_size: int) -> tuple
     size = data.global_batch_size
     if isinstance(size, list):  # there are no epochs, so trainer.max_steps is set
         most = trainer.max_steps
-        return most, f"{most:,} optimizer steps, each of up to {data.batch_sizes[1]} rows"
+        return most, f"{_steps(most)}, each of up to {data.batch_sizes[1]} rows"
     rows = f"{size} row" + "s" * (size > 1)
     of_epoch = data.steps_of_epoch(num_rows, trainer.limit_train_batches, world_size)
     epochs, most = trainer.max_epochs, trainer.max_steps
     by_epochs = epochs * of_epoch if epochs is not None and epochs >= 0 else math.inf
     if 0 <= most < by_epochs:
         passes = most / max(1, of_epoch)
-        return most, f"{most:,} optimizer steps ({passes:.3g} epochs), each of {rows}"
+        return most, f"{_steps(most)} ({passes:.3g} epochs), each of {rows}"
     if by_epochs == math.inf:
         return by_epochs, f"no last optimizer step ({of_epoch:,} in an epoch), each of {rows}"
-    return by_epochs, f"{by_epochs:,} optimizer steps ({epochs} x {of_epoch:,}), each of {rows}"
+    return by_epochs, f"{_steps(by_epochs)} ({epochs} x {of_epoch:,}), each of {rows}"
