@@ -11,6 +11,7 @@ from dist_template.text import Mixture, Preferences, Pretrained, Ratings
 from dist_template.text.sources.notes import describe
 from tests.support import chats
 from tests.support.chats import UNTAGGED, messages, prepared, read, write
+from tests.support.runs import quiet
 
 ASKED, TOLD = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 PAIR = [ASKED, TOLD]
@@ -359,6 +360,24 @@ def test_a_mixture_reports_each_of_its_sources(tmp_path: Path) -> None:
     lines: list[str] = []
     data.prepare(report=lines.append)
     assert "\n  a:\n" in "\n".join(lines) and "b.jsonl:1  Hi" in "\n".join(lines)
+
+
+def test_a_source_of_a_mixture_without_a_row_is_refused(tmp_path: Path) -> None:
+    """Its only conversation has no answer within a row, or is of another split."""
+    from trainer_dev.data import DataModule
+
+    late = {"messages": messages(("user", "Well? " * 30), ("assistant", "No."))}
+    talks = {"a": [TALK], "b": [late]}
+    sources = {
+        name: chats.Chat([str(write(tmp_path / f"{name}.jsonl", given))])
+        for name, given in talks.items()
+    }
+    spec = Pretrained(str(chats.tokenizer(tmp_path / "tokenizer", "qwen3", UNTAGGED)))
+    shares: Any = {"validation_share": 0.0, "test_share": 0.0}
+    mixture = Mixture(sources, {"a": 1.0, "b": 1.0})
+    data = DataModule(mixture, spec, 64, 1, 1, cache_dir=str(tmp_path / "cache"), **shares)
+    with pytest.raises(InputError, match="source 'b' of data.source has no row to train on"):
+        data.prepare(report=quiet)
 
 
 def test_plain_conversations_have_the_tokens_of_before(tmp_path: Path) -> None:

@@ -105,8 +105,17 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
                 f" documents, which fill {found} sequences of data.seq_len {data.seq_len}, and"
                 f" {rows} are needed: give more documents, or edit data.seq_len or {key}"
             )
+    is_whole = corpus.is_whole("train")
+    if is_whole:
+        packing = packing_of(corpus, "train", data.seq_len, data.reads_ends)
+        for name in (name for name, rows in packing.sizes.items() if not rows):
+            given = corpus.parts("train")[name]["documents"]
+            raise InputError(
+                f"source {name!r} of data.source has no row to train on: the train split has"
+                f" {given} documents of it; give more, raise data.seq_len, or remove the source"
+            )
     for name, counts in corpus.parts("train").items():
-        if counts["tokens"] <= data.seq_len and not corpus.is_whole("train"):
+        if counts["tokens"] <= data.seq_len and not is_whole:
             raise InputError(
                 f"source {name!r} of data.source has {counts['tokens']:,} tokens to train on, fewer"
                 f" than a sequence of data.seq_len {data.seq_len}: give more text, or remove it"
