@@ -174,7 +174,7 @@ LATER = {  # found when the run has a folder
     "--data.source.paths=[{here}/latin.jsonl]": r"is not in UTF-8: byte \d+ \(0xff\), .*encoding",
     "--data.source.separator=!!": "data.source.separator '!!' is in none of the",
     f"{JSONL}=[{{here}}/half.jsonl.gz]": "cannot be read after record 0: ",
-    "--best_checkpoint.monitor=eval/mine": "monitor is 'eval/mine', and what is measured is",
+    "--best_checkpoint.monitor=eval/mine": "monitor 'eval/mine' was never logged; logged:",
 }
 
 
@@ -239,7 +239,7 @@ class AsksToRun:
 
 
 CHECKPOINTS = {
-    "step00000009.ckpt": "its manifest says step 1, and its name another",
+    "step00000009.ckpt": "its manifest says step 1, its name step 9",
     "asks_to_run.ckpt": "cannot be read: it names the class print; only tensors",
     "list.ckpt": "has no `state_dict`",
     ".metadata": "its .metadata is damaged",

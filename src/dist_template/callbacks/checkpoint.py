@@ -303,7 +303,7 @@ class BestCheckpoint(Checkpoint):
         monitor = self.monitor or validation_loss(metrics) or None
         if monitor is not None and monitor not in metrics:
             measured = ", ".join(sorted(metrics))
-            lacks = f"best_checkpoint.monitor is {monitor!r}, and what is measured is {measured}"
+            lacks = f"best_checkpoint.monitor {monitor!r} was never logged; logged: {measured}"
             return Decision(monitor, lacks=lacks)
         if monitor is None or trainer.sanity_checking:
             return Decision(monitor)

@@ -16,7 +16,7 @@ CONVERSATIONS = 2  # of the validation split
 class Samples(Callback):
     """Continues the first of `data.prompts` and appends the text to `samples.txt`.
 
-    Of conversations, it answers two of the validation split, beside their last answers. Every rank
+    For conversations, it answers two held-out ones, next to the reference answers. Every rank
     generates, because a sharded model needs all ranks; rank 0 writes.
 
     Args:

@@ -58,7 +58,8 @@ class Summary(Callback):
         if len(results) > MOST_RESULTS:
             print(f"  and {len(results) - MOST_RESULTS} more, in {self.folder / RunFile.METRICS}")
         if unigram := getattr(data_of(trainer), "unigram_bits_per_byte", None):
-            print(f"  a unigram model of the same tokens has {unigram:.4f} bits per byte")
+            reaches = f"a unigram model of the same tokens reaches {unigram:.4f} bits per byte"
+            print(f"  for comparison, {reaches}")
         if seconds := goodput.read(self.folder):
             print(f"goodput           {goodput.describe(seconds)}")
         print(f"run folder        {self.folder}")

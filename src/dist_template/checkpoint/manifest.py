@@ -109,7 +109,9 @@ def read(path: Path) -> dict[str, Any]:
         if "/" in file:
             foreign.inside(path, file)  # raises InputError, which is a ValueError
     if NAME.fullmatch(path.name) and manifest.get("step", step_of(path)) != step_of(path):
-        raise ValueError(f"its manifest says step {manifest['step']}, and its name another")
+        raise ValueError(
+            f"its manifest says step {manifest['step']}, its name step {step_of(path)}"
+        )
     return manifest
 
 
@@ -253,9 +255,9 @@ def _fetched(path: Path, needed: Needed | None) -> str | None:
 
 
 def _complete(path: Path, wanted: list[str], ranks: list[int]) -> str | None:
-    """Gets the `wanted` files of this rank's disk, among whose `ranks` they are divided: from the
-    store, else from the disk of another node. Collective. Returns why one cannot be had, or
-    None."""
+    """Fetches the `wanted` files that this disk lacks, divided among the `ranks` that share it:
+    from the store, else from the disk of another node. Collective. Returns why one cannot be had,
+    or None."""
     from .. import hooks, weights
 
     entries, why = read(path), None

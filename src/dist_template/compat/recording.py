@@ -62,7 +62,7 @@ class Operation(NamedTuple):
 
     @property
     def writes(self) -> bool:
-        """Whether it gives its results values; torch.empty does not."""
+        """Whether it initializes its results; torch.empty does not."""
         return "empty" not in getattr(self.call, "__name__", "")
 
 

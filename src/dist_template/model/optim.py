@@ -243,8 +243,8 @@ def build_schedule(
 
 
 class PhasesLR(LambdaLR):
-    """Resumes with the phases of the present configuration, of which base_lrs is the peak; so does
-    a schedule of a number that resumes from it."""
+    """Drops base_lrs from its state, so that a resumed run has the peak of its own configuration,
+    with phases or without."""
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

@@ -1,4 +1,4 @@
-"""A training before its start, as the answers of a configuration read it. No torch."""
+"""The resolved configuration of a training, before anything starts. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Configured:
-    """A training before its start: the arguments of `limits.violations`."""
+    """The resolved configuration of a training: the arguments of `limits.violations`."""
 
     machine: Hardware
     trainer: Mapping[str, Any]

@@ -5,10 +5,10 @@
 
 A batch is distributed over dp_replicate x fsdp / cp ranks. Ranks that differ only in pp or tp get
 the same rows, and so do cp neighbours along fsdp, which share each sequence (sequence.py); the
-folder pipeline/ runs the stages of pp. What is sharded how says transformers' plan in the model's
-configuration (`base_model_tp_plan`, `base_model_ep_plan`, `base_model_fsdp_plan`), for every model
-of transformers. A model without plans is sharded block by block with torch's `fully_shard`, and so
-is a plain LightningModule whose layers are made in `__init__`.
+folder pipeline/ runs the stages of pp. For every model of transformers, the plan in its
+configuration determines how each parameter is sharded (`base_model_tp_plan`, `base_model_ep_plan`,
+`base_model_fsdp_plan`). A model without plans is sharded block by block with torch's `fully_shard`,
+and so is a plain LightningModule whose layers are made in `__init__`.
 
 Lightning's ModelParallelStrategy starts the processes and runs the loop. It has a mesh of two
 dimensions only, does not know transformers' plans, cannot save strided shards, and refuses a single

@@ -37,8 +37,8 @@ def shrunk(strategy: Any, processes: int | None = None) -> Small:
 
 
 def _small_mesh(mesh: Mesh, processes: int | None) -> Small:
-    """Sets 2 for each size above 1, and 1 for data parallelism and then others if that takes too
-    many processes."""
+    """Reduces sizes above 1 to 2. If that needs too many processes, data parallelism becomes 1
+    first, and then others."""
     arguments, stages, notes = dict(mesh.arguments), 1, []
     adding = [axis for axis in AXES if axis.adds_ranks]
     sizes: dict[str, Size] = {}

@@ -25,7 +25,7 @@ def refused(setup: Setup) -> Iterator[str]:
     found = proof.verdict(config, axes)
     if found.kind == "refused":
         yield (
-            f"a model of type {config.model_type!r} does not train right under {axes}"
+            f"a model of type {config.model_type!r} does not train correctly under {axes}"
             f" ({found.why}): edit {ARGS}, or choose another strategy of `config list`"
         )
 
@@ -33,8 +33,8 @@ def refused(setup: Setup) -> Iterator[str]:
 def notes(
     config: Any, module: Any, data: Any, strategy: Any, world_size: int, package: Path
 ) -> Iterator[str]:
-    """Yields lines about what nobody has compared with one process, what never ran on a fake GPU,
-    and what leaks."""
+    """Yields notes about combinations that nobody has compared with one process, code that never
+    ran on a fake GPU, and models that leak between documents."""
     found = proof.verdict(config, proof.axes_of(strategy, world_size, module), package.parent)
     if (
         getattr(strategy, "root_device", torch.device("cpu")).type == "cuda"
@@ -45,7 +45,7 @@ def notes(
             " what fails or waits"
         )
     if found.kind == "unproven":
-        cure = "with these flags compares it with one process in a minute, and remembers it"
+        cure = "with these flags compares it with one process in a minute, and records the result"
         yield f"note: not proven here: {found.why}. `{program('rehearse')}` {cure}"
     is_packed = getattr(data, "cross_document_attention", None) is False
     where = proof.leaks(config) if config is not None and is_packed else {}

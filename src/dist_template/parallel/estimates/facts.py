@@ -75,9 +75,9 @@ class Facts:
 
 
 class Sent(NamedTuple):
-    """One kind of collective of a rank in an optimizer step. In rings: of S bytes over n ranks,
-    each sends S (n-1)/n when they are gathered or scattered, twice as much when they are
-    all-reduced; an all-to-all as a gather."""
+    """One kind of collective of a rank in an optimizer step. With ring algorithms, a gather of S
+    bytes over n ranks sends S (n-1)/n per rank, as a reduce-scatter and an all-to-all do, and an
+    all-reduce twice that."""
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     elements: float  # of the unsharded tensors of all calls

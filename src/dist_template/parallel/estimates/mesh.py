@@ -119,8 +119,8 @@ class MeshEstimate(Mesh, Estimate):
         return parts
 
     def memory(self, facts: Facts) -> dict[str, float]:
-        """Traced, the block whose gradients are reduced is counted, and that the last stage's rank,
-        which alone has logits, keeps fewer micro-batches than the rank that keeps most."""
+        """With traced activations, adds the block whose gradients are being reduced; the rank of
+        the last stage, which alone has logits, keeps fewer micro-batches than others."""
         parts, sizes = super().memory(facts), self.sizes(facts.world_size)
         if facts.traced is not None and sizes.pp > 1:
             stages = self.stages(facts)

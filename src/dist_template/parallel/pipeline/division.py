@@ -119,8 +119,8 @@ class BlockProxy:
             if isinstance(output, tuple):
                 of = type(self._block).__name__.removeprefix("FSDP")
                 raise InputError(
-                    f"a pipeline needs blocks that return hidden states alone, not as {of}: set"
-                    " pp_size 1"
+                    f"a pipeline needs blocks that return only hidden states, and {of} returns a"
+                    " tuple: set pp_size 1"
                 )
             return output
         if number == stage.start - 1:

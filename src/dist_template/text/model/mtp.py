@@ -172,8 +172,8 @@ def add_modules(model: Any) -> nn.Module:
 
 
 def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with names and layouts of files. There the modules are the layers after the
-    model's, each with a copy of the embedding and of the output layer, as transformers, vLLM and
+    """Converts tensors to the names and layouts of published files: MTP modules follow the model's
+    layers, each with a copy of the embedding and of the output layer, as transformers, vLLM and
     SGLang read them."""
     found, modules = compat.to_published(model, tensors), getattr(model, NAME, None)
     if modules is None:

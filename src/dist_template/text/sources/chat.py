@@ -122,8 +122,8 @@ class Chat(Source):
         if bool(self.paths) == bool(self.name):
             kind = type(self).__name__
             raise InputError(
-                f"data.source {kind} needs either paths, of files, or name, of a data set of the"
-                " hub"
+                f"data.source {kind} needs `paths` (files) or `name` (a data set of the hub), and"
+                " not both"
             )
         self._notes, self._fills = Notes(), False
 
@@ -257,7 +257,7 @@ class Chat(Source):
 
 
 def _why_not(turn: Message, roles: list[str]) -> str:
-    """Returns why a turn is not trained on, if it is not."""
+    """Returns why a turn is excluded from the loss."""
     if turn.get(COUNTS, turn["role"] in roles):
         return "not by train_on"
     return "not by train or weight" if COUNTS in turn else "not by roles"
@@ -461,8 +461,8 @@ class Ratings(Preferences):
     def encode(
         self, spec: TokenizerSpec, tokenizer: Tokenizer, documents: Documents
     ) -> list[Encoded]:
-        """Returns tokens of pairs: the other answer is the last before with another text, over the
-        batch (trl)."""
+        """Returns tokens of pairs: an answer's partner is the nearest earlier answer of the batch
+        that has a different text, as in trl."""
         rated, pairs = [json.loads(text) for _, text in documents], []
         for number, (name, _) in enumerate(documents):
             completion = rated[number]["completion"]

@@ -40,7 +40,7 @@ times assume the speeds of --tflops and --bandwidth."""
 def main(argv: list[str], project: Project) -> None:
     """Prints all strategies on a machine, their memory and traffic, and the flags of the best."""
     parser = sizes.parser("plan", str(__doc__))
-    parser.add_argument("--memory", help="of a device, as 80GB (10^9) or 80GiB (2^30)")
+    parser.add_argument("--memory", help="memory per device, as 80GB (10^9) or 80GiB (2^30)")
     speed, reached = (
         in_range(float, 0.001),
         "TFLOP/s that matrix products reach (default: 600, an H100 in 16 bits)",

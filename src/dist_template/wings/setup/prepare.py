@@ -61,7 +61,7 @@ def show_turns(source: Any, tokenizer: Any) -> None:
     numbers."""
     colours = ("\033[32m", "\033[0m"), ("\033[33m", "\033[0m")
     trained, other = colours if sys.stdout.isatty() else (("[[", "]]"), ("((", "))"))
-    print("the first, and the first of each kind: ", end="")
+    print("examples, one of each kind: ", end="")
     for part in (trained[0], "trained on", trained[1], ", "):
         print(part, end="")
     for part in (other[0], "an answer that is not", other[1], "\n"):

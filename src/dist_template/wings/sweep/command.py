@@ -34,14 +34,14 @@ def main(argv: list[str], project: Project) -> None:
     made = Flags("sweep", epilog="and fit's flags")
     made.add_argument("--space", required=True, help="YAML of keys of fit with their values")
     made.add_argument(
-        "--trials", type=in_range(int, 1), default=16, help="in all, of all processes"
+        "--trials", type=in_range(int, 1), default=16, help="trials, over all processes"
     )
     made.add_argument("--sampler", choices=("tpe", "random", "grid"), default="tpe")
     made.add_argument("--pruner", choices=("median", "hyperband", "none"), default="median")
     made.add_argument(
         "--prune_after", type=in_range(int, 0), default=0, help="optimizer steps of every trial"
     )
-    made.add_argument("--name", help="of the folder in run.root; default: <run.name>-<space>")
+    made.add_argument("--name", help="name of the folder in run.root; default: <run.name>-<space>")
     given, flags = made.parse_known_args(argv[1:])
     if given.name is not None and not given.name.strip():
         raise InputError("--name is empty; give the name of the sweep's folder, or remove the flag")

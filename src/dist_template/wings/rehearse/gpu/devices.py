@@ -123,5 +123,6 @@ def _starter() -> ProcessPoolExecutor:
 
 
 def _write_into(log: Path) -> None:
-    """Keeps what libraries say of the device at import."""
+    """Redirects stderr to `log`, in which libraries complain about the device when they are
+    imported."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)

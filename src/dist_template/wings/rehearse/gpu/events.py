@@ -45,7 +45,7 @@ class Events:
     """The events of this process."""
 
     def __init__(self) -> None:
-        self.phase = "start"  # the stack tells others
+        self.phase = "start"  # other phases are read from the stack
         self.found = Counter[tuple[str, ...]]()
 
     def record(self, kind: str, operation: str, detail: str) -> str:

@@ -34,13 +34,7 @@ def add_flags(parser: Flags) -> None:
         default=[],
         help="such as 'eval/loss better'; else exit code 2",
     )
-    add(
-        "--tasks",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="of lm-eval, besides the likelihood of the split",
-    )
+    add("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval to run as well")
     add("--task_folder", help="of the tasks' YAML files; default: lm-eval's own tasks")
     add(
         "--chat_template",
