@@ -12,6 +12,8 @@ PLACES = {  # public name -> the module that defines it
     "Project": "project",
     "Flags": "project",
     "TrainingModule": "model.training_module",
+    "RunCallback": "run_callback",
+    "RunLogger": "run_callback",
     "AdapterConfig": "text.model.adapters",
     "BlockConfig": "parallel.blocks",
     "BalanceConfig": "model.balance",

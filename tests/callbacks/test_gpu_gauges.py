@@ -172,7 +172,7 @@ def test_on_a_cpu_nothing_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     gauges.on_train_start(None, module)
     metrics: dict[str, float] = {}
     gauges.before_log_step(None, module)
-    gauges.on_log_step(None, module, metrics)
+    gauges.add_metrics(None, module, metrics)
     gauges.teardown(None, module, "fit")
     assert metrics == {} and capsys.readouterr().out == ""
 

@@ -57,7 +57,7 @@ class Saving:
         """Every rank writes a file with the step, rank 0 a second one."""
         path = self.folder / "checkpoints" / manifest.name(step)
         entries: dict[str, Any] = {"step": step}
-        entries[manifest.STORE] = self.callback.checkpoint_store
+        entries |= self.callback.manifest_entries()
 
         def write(folder: Path) -> None:
             (folder / f"{self.rank}").write_text(f"{step}" * 1000)

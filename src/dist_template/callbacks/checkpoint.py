@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from .. import weights
 from ..checkpoint import commit, manifest
 from ..checkpoint.formats import use_every_format
-from ..checkpoint.identity import compare, fixed_settings, settings_of
+from ..checkpoint.identity import KEY, compare, fixed_settings, settings_of
 from ..checkpoint.optimizer import ANEW, ParameterNames
 from ..compat.epochs import ends_epoch
 from ..compat.lightning import (
@@ -29,12 +29,12 @@ from ..errors import Ended, Exit, InputError, check_least
 from ..model.any_module import validation_loss
 from ..project import has_command_line, in_run
 from ..records import GIB
+from ..run_callback import RunCallback, loggers_of
 from .epoch_metrics import EpochMetrics
-from .training_log import call
 
 
 @dataclass(eq=False)
-class LastCheckpoint(Checkpoint):
+class LastCheckpoint(RunCallback, Checkpoint):
     """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
     An older checkpoint is deleted after a newer one is committed, so the disk must hold one more
@@ -92,6 +92,9 @@ class LastCheckpoint(Checkpoint):
         setattr(module, ANEW, "optimizer" in changed)
         if hasattr(data, "changed_settings"):
             data.changed_settings = changed
+
+    def manifest_entries(self) -> dict[str, Any]:
+        return {KEY: self.fixed_settings}
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: L.LightningModule, checkpoint: Mapping[str, object]
@@ -184,7 +187,8 @@ class LastCheckpoint(Checkpoint):
             rank_zero_warn(f"{sentence}; training continues")
             return
         self.saved_step = manifest.step_of(path)
-        call(trainer.loggers, "on_checkpoint", path)
+        for logger in loggers_of(trainer):
+            logger.on_checkpoint(path)
         if commit.leads(path.parent):
             for old in outdated(path, self.keep):
                 commit.remove(old)
@@ -291,7 +295,8 @@ class BestCheckpoint(Checkpoint):
         except commit.SaveError as error:
             rank_zero_warn(f"{_failure(path, error)}; training continues")
             return
-        call(trainer.loggers, "on_checkpoint", path)
+        for logger in loggers_of(trainer):
+            logger.on_checkpoint(path)
         if commit.leads(self.folder):
             for worse in manifest.ranked(self.folder, self.mode)[self.keep :]:
                 commit.remove(worse)

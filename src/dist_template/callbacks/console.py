@@ -10,7 +10,6 @@ from functools import wraps
 from typing import Any, TextIO
 
 import lightning as L
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..cluster.messages import is_rank_zero
@@ -18,6 +17,7 @@ from ..compat.lightning import last_step
 from ..errors import Ended, another_rank_is_gone, reason
 from ..metric_names import parts_of
 from ..model.any_module import callbacks_of, results_of
+from ..run_callback import RunCallback
 
 __all__ = ["console_of", "only_shows"]
 
@@ -54,7 +54,7 @@ def only_shows(hook: Any) -> Any:
     return guarded
 
 
-class Console(Callback):
+class Console(RunCallback):
     """Prints training progress and validation results on rank 0, at log steps.
 
     A terminal shows one line, updated in place and never wrapped; a log file gets plain lines.

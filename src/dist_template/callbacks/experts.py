@@ -3,13 +3,13 @@
 from typing import Any
 
 import lightning as L
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates
 from ..errors import InputError
 from ..model.any_module import metrics_of, typed_attribute, value_now
 from ..model.balance import BalanceConfig, Balancer
+from ..run_callback import RunCallback
 from .numerics import Numerics
 from .training_log import logs
 
@@ -29,7 +29,7 @@ def refuse_without_experts(config: BalanceConfig, module: L.LightningModule) -> 
         )
 
 
-class Experts(Callback):
+class Experts(RunCallback):
     """Logs the load of the experts and balances their routers (balance.py) after each step.
 
     moe/expert_load_max_over_mean, of the least even layer, and moe/unused_experts are over all
@@ -93,7 +93,7 @@ class Experts(Callback):
                 self._balancer.finish_step(self._numerics and self._numerics.skipped)
             self._balancer.loads.zero_()
 
-    def on_log_step(
+    def add_metrics(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
         if not self._is_on:

@@ -26,13 +26,14 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import Sampler
 
 from ..by_tokens import Phase, batch_at
 from ..compat.epochs import begin_step
 from ..compat.lightning import batch_progress
 from ..model.any_module import callbacks_of, metrics_of
+from ..run_callback import RunCallback
 from .equal_work import assign, counts_of
 
 PADDING = -1  # a number that stands for no row: its labels are ignored
@@ -199,7 +200,7 @@ def source_of(sizes: dict[str, int], row: int) -> str:
     return [*sizes][number]
 
 
-class ConsumedSamples(Callback):
+class ConsumedSamples(RunCallback):
     """Counts the samples that were trained on, so that a run resumes with another micro-batch or
     number of ranks.
 

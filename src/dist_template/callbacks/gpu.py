@@ -14,11 +14,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch import Callback
 
 from ..errors import first_line
 from ..model.any_module import metrics_of
 from ..records import GIB
+from ..run_callback import RunCallback
 from .console import console_of
 
 Reduction = Callable[[list[float]], float]
@@ -44,7 +44,7 @@ GAUGES = {
 }
 
 
-class GpuGauges(Callback):
+class GpuGauges(RunCallback):
     """Logs gpu/* at log steps: the mean over all ranks, and with several ranks the extreme.
 
     A thread of each rank reads the rank's own GPU. It never waits for the device, nor does training
@@ -70,7 +70,7 @@ class GpuGauges(Callback):
         for name, value in self._sampler.take().items():
             metrics_of(module).put_of_rank(name, value)
 
-    def on_log_step(
+    def add_metrics(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
         if self._sampler is not None:

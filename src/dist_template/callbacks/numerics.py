@@ -26,7 +26,6 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from .. import weights
@@ -38,6 +37,7 @@ from ..model.any_module import metrics_of, tracks_metrics
 from ..observe.history.run import RunFile
 from ..project import in_run
 from ..records import write_atomically
+from ..run_callback import RunCallback
 from .buffers import (
     StepBuffers,
     damaged,
@@ -97,7 +97,7 @@ class StepCheck:
 
 
 @dataclass(eq=False)
-class Numerics(Callback):
+class Numerics(RunCallback):
     """Skips anomalous optimizer steps, records them, and stops or continues.
 
     The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median
@@ -274,7 +274,7 @@ class Numerics(Callback):
             check, self._pending = self._pending, check
         self._act_on(trainer, pl_module, check)
 
-    def on_log_step(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+    def add_metrics(self, trainer: Any, module: Any, metrics: dict[str, float]) -> None:
         metrics["health/skipped_steps"] = self._num_skipped
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict) -> None:

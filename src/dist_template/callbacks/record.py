@@ -25,7 +25,7 @@ from ..model.proof import waits_of
 from ..observe.history.run import RunFile, without_folder
 from ..parallel import run_strategy
 from ..records import write_atomically
-from .training_log import call
+from ..run_callback import loggers_of
 
 Facts = dict[str, Any]
 
@@ -63,7 +63,8 @@ class Record(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.global_step:
-            call(trainer.loggers, "on_resume", trainer.global_step)
+            for logger in loggers_of(trainer):
+                logger.on_resume(trainer.global_step)
 
 
 def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Callback
 
 from ..model.any_module import data_of
+from ..run_callback import loggers_of
 from .console import only_shows
-from .training_log import call
 
 CONVERSATIONS = 2  # of the validation split
 
@@ -52,4 +52,5 @@ class Samples(Callback):
             return
         with open(f"{self.folder}/samples.txt", "a", encoding="utf-8") as file:
             file.write(f"--- step {trainer.global_step}\n{text}\n")
-        call(trainer.loggers, "log_sample", text, trainer.global_step)
+        for logger in loggers_of(trainer):
+            logger.log_sample(text, trainer.global_step)

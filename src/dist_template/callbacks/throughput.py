@@ -7,20 +7,20 @@ import time
 import lightning as L
 import psutil
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..cluster.memory import memory_limit
 from ..model.any_module import data_of, metrics_of, samples_of, size_of
 from ..model.flops import peak
 from ..records import GIB
+from ..run_callback import RunCallback
 
 OWN = "rank/own_step_s"  # of each rank, sent to all
 WORK = "rank/work"  # likewise, in tokens
 MEMORY = ("memory/allocated_gib", "memory/reserved_gib", "memory/peak_share")  # likewise
 
 
-class Throughput(Callback):
+class Throughput(RunCallback):
     """Logs perf/*, train/tokens or train/samples, memory/*, and with several ranks rank/*.
 
     The time between two log steps is exact on any device, because a log step ends in a transfer
@@ -109,7 +109,7 @@ class Throughput(Callback):
         self._window_s = self._wait_s = self._own_s = 0.0
         self._window_step = trainer.global_step
 
-    def on_log_step(
+    def add_metrics(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
         of_ranks = metrics_of(module).of_ranks

@@ -8,8 +8,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ..compat.lightning import accumulates, has_passed, last_step, log_at_optimizer_steps
-from ..model.any_module import callbacks_of, metrics_of, tracks_metrics
+from ..model.any_module import metrics_of, tracks_metrics
 from ..parallel import run_strategy
+from ..run_callback import run_callbacks
 
 
 def logs(trainer: Any, step: int) -> bool:
@@ -20,11 +21,7 @@ def logs(trainer: Any, step: int) -> bool:
 class TrainingLog(Callback):
     """Writes the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
-    Callbacks with metrics define two hooks, which are called on every rank at log steps only.
-    `before_log_step(trainer, module)` puts measurements into `metrics_of(module)`.
-    `on_log_step(trainer, module, metrics)` of callbacks before this one adds to `metrics` what
-    follows from all ranks' values in the buffer's `of_ranks`; of callbacks after this one it shows
-    the metrics or reacts to them."""
+    It calls the hooks of every RunCallback, on every rank and at log steps only."""
 
     def __init__(self) -> None:
         self._rate: float | Tensor | None = None  # with which the newest optimizer step was made
@@ -56,8 +53,9 @@ class TrainingLog(Callback):
         is_last = trainer.global_step == last_step(trainer, pl_module)
         if not is_last and not has_passed(trainer, trainer.log_every_n_steps):
             return
-        callbacks, buffer = callbacks_of(trainer), metrics_of(pl_module)
-        call(callbacks, "before_log_step", trainer, pl_module)
+        callbacks, buffer = run_callbacks(trainer), metrics_of(pl_module)
+        for callback in callbacks:
+            callback.before_log_step(trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
         agree = run_strategy(trainer.strategy).layers.all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
@@ -67,11 +65,12 @@ class TrainingLog(Callback):
         if self._rate is not None:  # None: the module steps no optimizer of Lightning's
             metrics["train/learning_rate"] = float(self._rate)
         buffer.latest = metrics
-        place = callbacks.index(self)
-        call(callbacks[:place], "on_log_step", trainer, pl_module, metrics)
+        for callback in callbacks:
+            callback.add_metrics(trainer, pl_module, metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-        call(callbacks[place:], "on_log_step", trainer, pl_module, metrics)
+        for callback in callbacks:
+            callback.on_log_step(trainer, pl_module, metrics)
 
 
 def _sum_over_ranks(vector: Tensor) -> Tensor:
@@ -79,12 +78,3 @@ def _sum_over_ranks(vector: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(vector)
     return vector
-
-
-def call(receivers: list[Any], hook: str, *args: Any) -> None:
-    """Calls the method `hook` of each callback or logger that has it. A logger may have
-    `log_sample(text, step)`, `on_checkpoint(path)` of a committed one, `on_resume(step)` and
-    `alert(title, text, level)`."""
-    for receiver in receivers:
-        if hasattr(receiver, hook):
-            getattr(receiver, hook)(*args)

@@ -38,6 +38,7 @@ from .. import weights
 from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import checkpoint_of, timeout_of
 from ..errors import reason
+from ..run_callback import run_callbacks
 from . import manifest
 from .formats import format_for
 from .identity import KEY
@@ -84,9 +85,8 @@ def write_into(
     temporary = begin(path, group, ranks)
     failure = disk_error(lambda: write(temporary))
     hashed = finish(path, entries, failure, group, ranks)
-    for callback in getattr(trainer, "callbacks", ()):
-        if hasattr(callback, "on_commit"):
-            callback.on_commit(path, hashed)
+    for callback in run_callbacks(trainer):
+        callback.on_commit(path, hashed)
 
 
 # folders, on a node's own disk or on a shared one, in which this rank is the first
@@ -100,16 +100,13 @@ def leads(folder: Path) -> bool:
 
 def training_entries(trainer: L.Trainer) -> Entries:
     """Returns the entries of a manifest that describe the training."""
-    settings, entries = {}, {}
-    for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
-        settings = vars(callback).get(KEY, settings)  # LastCheckpoint has them
-        if store := vars(callback).get(STORE):
-            entries[STORE] = store
+    entries: Entries = {KEY: {}}
+    for callback in run_callbacks(trainer):
+        entries |= callback.manifest_entries()
     return entries | {
         "step": trainer.global_step,
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
-        KEY: settings,
     }
 
 

@@ -21,8 +21,10 @@ from .. import foreign
 from ..errors import Ended, Exit, InputError, reason, shortened
 from ..hooks import StoreIsDown
 
+__all__ = ["STORE"]
+
 MANIFEST = "manifest.json"
-STORE = "checkpoint_store"  # entry of a manifest, and attribute of the callback that uploads
+STORE = "checkpoint_store"  # entry of a manifest: the address of the folder in the store
 FORMAT = 1
 NAME = re.compile(r"(best-)?step(\d{8,})\.ckpt")
 CHUNK = 1 << 22  # bytes read at once: large enough for a disk, small enough for a CPU's cache

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 
 from ..callbacks.checkpoint import BestCheckpoint, LastCheckpoint
 from ..callbacks.crash import Crash
@@ -26,6 +27,7 @@ from ..compat.loop import lighten
 from ..model import any_module
 from ..observe.loggers.run_log import RunLog
 from ..parallel.half import HalfParameters
+from ..run_callback import unheard
 from ..terminal import allow_styles
 
 STYLED = (RichProgressBar, RichModelSummary)  # write colours and moves of the cursor
@@ -76,6 +78,8 @@ def complete(
     if any(isinstance(callback, STYLED) for callback in trainer.callbacks):
         allow_styles()
     lighten(trainer)
+    for line in unheard(trainer):
+        rank_zero_only(print)(line)
     (watchdog,) = (c for c in trainer.callbacks if isinstance(c, Watchdog))
     (same,) = (c for c in trainer.callbacks if isinstance(c, SameEnvironment))
     watchdog.begin(trainer, run)

@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ...errors import require
+from ...run_callback import RunLogger
 
 
 class _Dumper(yaml.SafeDumper):
@@ -18,7 +19,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_str(str(value)))
 
 
-class TensorBoard(TensorBoardLogger):
+class TensorBoard(RunLogger, TensorBoardLogger):
     """Writes one event file per attempt into the run's folder, which TensorBoard shows as one run.
 
     Args:

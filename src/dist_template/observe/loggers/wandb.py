@@ -15,9 +15,10 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from ...cluster.redaction import redacted_command
 from ...compat.lightning import has_wandb_run, wandb_options
 from ...errors import reason, require
+from ...run_callback import RunLogger
 
 
-class WandB(WandbLogger):
+class WandB(RunLogger, WandbLogger):
     """One W&B run per run folder: a resumed folder continues the same W&B run.
 
     The x axis of all charts is the optimizer step, logged as `trainer/global_step`. W&B only adds

@@ -7,12 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch import Callback
 
 from ...callbacks.console import console_of, only_shows
 from ...errors import Ended, InputError
 from ...model.any_module import metrics_of, results_of
 from ...project import program
+from ...run_callback import RunCallback, loggers_of
 from ..history import History, read_run
 from .engine import diagnose
 from .finding import Finding
@@ -21,7 +21,7 @@ FILE = "findings.jsonl"
 MAX_ENTRIES = 2000  # of a metric: the rules take 20 ms for as many
 
 
-class Diagnosis(Callback):
+class Diagnosis(RunCallback):
     """Diagnoses the run on rank 0: prints new warnings and errors, writes all to `findings.jsonl`.
 
     It runs at log steps, after validations, at the end and when training fails.
@@ -103,10 +103,9 @@ class Diagnosis(Callback):
             else:
                 print(text, flush=True)
         for finding in new:
-            for logger in trainer.loggers:
-                alert = getattr(logger, "alert", None)  # W&B's logger has it
-                if finding.level == "error" and alert:
-                    alert(finding.title, finding.evidence, "ERROR")
+            for logger in loggers_of(trainer):
+                if finding.level == "error":
+                    logger.alert(finding.title, finding.evidence, "ERROR")
             line = {"time": round(time.time(), 3), "step": trainer.global_step, **finding.as_dict()}
             with (self.folder / FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

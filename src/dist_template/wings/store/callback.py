@@ -16,12 +16,13 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
-from lightning.pytorch import Callback
 
 from ...callbacks.console import console_of
+from ...checkpoint.manifest import STORE
 from ...cluster.watchdog import WATCHDOG
 from ...errors import Ended, Exit, InputError, reason
 from ...model.any_module import metrics_of
+from ...run_callback import RunCallback
 from ...weights import broadcast, from_all_ranks
 from .hooks import DOWN_S, NEWEST, missed, text_here, time_of
 from .lock import LOCKS, StoreLock
@@ -31,7 +32,7 @@ MOST = 64 * 2**20  # bytes of a file of a run; larger ones are not uploaded
 SKIPPED = re.compile(r"(.*/)?(\..*|lock\.json|wandb/.*|[^/]*\.ckpt/.*)")
 
 
-class Store(Callback):
+class Store(RunCallback):
     """Uploads each committed checkpoint and the run's files to `run.store`, in the background.
 
     Every rank uploads the files that it has hashed; rank 0 uploads the manifest when all are in the
@@ -66,7 +67,6 @@ class Store(Callback):
         if not self.address or stage != "fit" or trainer.fast_dev_run:
             return
         run = self._run = Remote(self.address) / self.folder.name
-        self.checkpoint_store = f"{run.address}/{CHECKPOINTS}"  # an entry of the manifests
         self._trainer = trainer
         self._lock_run(run)
         self._thread = ThreadPoolExecutor(1, "store")
@@ -102,14 +102,19 @@ class Store(Callback):
 
     # ---- checkpoints -------------------------------------------------------------------------
 
-    def on_commit(self, path: Path, own: dict[str, list[int]]) -> None:
-        """Starts the upload of a checkpoint, in which this rank has hashed the files `own`, after
+    def manifest_entries(self) -> dict[str, str]:
+        if self._run is None:
+            return {}
+        return {STORE: f"{self._run.address}/{CHECKPOINTS}"}
+
+    def on_commit(self, path: Path, hashed: dict[str, list[int]]) -> None:
+        """Starts the upload of a checkpoint, of which this rank has hashed some files, after
         the upload before; on every rank, in the thread that saves."""
         if self._run is not None:
             self.settle()
             self.behind += 1
             self._run.until = time.monotonic() + self.timeout_s
-            upload = partial(self._upload_checkpoint, self._run / CHECKPOINTS, path, [*own])
+            upload = partial(self._upload_checkpoint, self._run / CHECKPOINTS, path, [*hashed])
             self._upload = self._thread.submit(self._try, path.name, upload)
 
     def settle(self) -> None:
