@@ -12,7 +12,7 @@ from trainer_dev.module import LanguageModule
 from transformers import LlamaConfig
 
 from dist_template import AdapterConfig, InputError, OptimConfig, TrainingModule
-from dist_template.cli import chosen
+from dist_template.cli.chosen import Choice
 from dist_template.text import auto
 from dist_template.text.preference_loss import PreferenceConfig
 from tests.support import chats
@@ -134,6 +134,8 @@ def test_a_resume_keeps_what_was_chosen(flags: list[str], tmp_path: Path, capfd:
     assert numbers(tmp_path) == before and "data.global_batch_size auto: 2\n" in shown
     assert "->" not in shown, "nothing has changed since the checkpoint"
     assert run("validate", *flags[:-4], *flags[-3:], "--trainer.devices=1") == 0
+    assert run("fit", *flags, *one[:1], *one[2:], "--data.global_batch_size=4") == 2
+    assert "is 4, and 2 in the checkpoint, but the schedule cosine" in capfd.readouterr().err
     assert run("fit", *flags, *one, "--data.micro_batch_size=4") == 2
     sentence = (
         "auto keeps the checkpoint's 2, and these ranks and micro-batches need a multiple of 4"
@@ -220,7 +222,7 @@ def test_a_plain_module_has_no_rate_of_its_own() -> None:
     plain = TrainingModule(OptimConfig(learning_rate="auto"))
     for data in (LightningDataModule(), DataModule()):
         with pytest.raises(InputError, match="is for a TextModule on PackedText, not for Training"):
-            list(chosen.choose({}, None, plain, data, None, None, 1))
+            list(Choice({}, None, plain, data, None, None, 1).lines())
 
 
 def test_a_script_gives_numbers() -> None:

@@ -37,7 +37,8 @@ from ..observe.history.run import PLACEHOLDER, replaced
 from ..parallel.run_strategy import is_strategy
 from ..plugins import PluginError, loaded, note
 from ..project import Project
-from . import chosen, limits, ranges, strategy_names
+from . import limits, ranges, strategy_names
+from .chosen import Choice
 from .defaults import always_on, differing, hide_expected, trainer_defaults
 from .parser import (
     KEYS_OF_KINDS,
@@ -336,11 +337,11 @@ class CLI(OpenCLI):
                 self.datamodule.prepare(report=WATCHDOG.report)
         self._check_limits(config := any_module.build_config(self.model, self.datamodule))
         if is_fit:
-            given = self.trainer, self.model, self.datamodule, config, resumes
             ranks = limits.data_parallel(self._machine, self._trainer_arguments)
+            given = self.trainer, self.model, self.datamodule, config, resumes, ranks
             callbacks = any_module.callbacks_of(self.trainer)
             (record,) = (each for each in callbacks if isinstance(each, Record))
-            for line in chosen.choose(record.config, *given, ranks):
+            for line in Choice(record.config, *given).lines():
                 rank_zero_only(print)(line)
         if resumes:
             self.value(self.config_init, "last_checkpoint").compare(

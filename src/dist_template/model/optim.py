@@ -84,6 +84,12 @@ class OptimConfig:
             )
 
     @property
+    def needs_end(self) -> bool:
+        """Whether the learning rate follows from the number of all steps."""
+        has_phases = isinstance(self.learning_rate, list) or self.lr_scheduler_class is not None
+        return not has_phases and self.schedule in ("cosine", "linear", "warmup_stable_decay")
+
+    @property
     def peak(self) -> float:
         """The highest learning rate; of auto, a number for the checks before the start."""
         if self.learning_rate == AUTO:
@@ -223,8 +229,7 @@ def build_schedule(
                 else {"interval": "epoch"}
             )
         return entry
-    needs_end = not phases and config.schedule in ("cosine", "linear", "warmup_stable_decay")
-    if num_steps == math.inf and (config.warmup < 1 or needs_end):
+    if num_steps == math.inf and (config.warmup < 1 or config.needs_end):
         raise InputError(
             f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long"
             " training is; set trainer.max_steps or trainer.max_epochs"
