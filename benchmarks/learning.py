@@ -322,7 +322,7 @@ SmolLM2-135M-Instruct in bf16-mixed; the head of `benchmarks/learning.py` has th
 the held-out loss before minus after. "Of the best" is the default's fall over the best rate's of
 the row; {LEAST:.0%} is required. Where steps are "of" more, a training was cut to these by
 `trainer.max_steps`, and its schedule and the rate of `auto` are for these: what the whole one would
-reach is not measured. Each training ran once, and of 150 records 34 to 38 are held out: rates that
+reach is not measured. Each training ran once, and of 150 records 34 to 39 are held out: rates that
 differ by a sixth of a fall are alike.
 Rows are of {" or ".join(map(str, sorted({each.asked["seq_len"] for each in ended})))} tokens.
 
