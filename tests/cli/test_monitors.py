@@ -47,7 +47,7 @@ CASES: list[tuple[Project, list[str], str, str]] = [
     (PLAIN, callback("ModelCheckpoint"), "ModelCheckpoint monitors", HERE),
     (of(Brings), [], "EarlyStopping monitors", "Brings.configure_callbacks"),
     (of(WithPlateau), [], "Plateau monitors", "the monitor in WithPlateau.configure_optimizers"),
-    (PLAIN, ["--best_checkpoint.monitor=nope"], "best_checkpoint.monitor is", "val_loss"),
+    (PLAIN, ["--best_checkpoint.monitor=nope"], "best_checkpoint.monitor", "val_loss"),
 ]
 
 

@@ -269,7 +269,7 @@ def test_a_block_that_returns_more_than_hidden_states_is_refused() -> None:
     stage = StagePass(2)
     with (
         stage.running((0, 1), None, True),
-        pytest.raises(InputError, match="not as Pair: set pp_size 1"),
+        pytest.raises(InputError, match="and Pair returns a tuple: set pp_size 1"),
     ):
         BlockProxy(Pair(2, 2), 0, stage)(torch.zeros(1, 2))
 
