@@ -10,6 +10,7 @@ import json
 import re
 from itertools import filterfalse
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
@@ -52,12 +53,17 @@ def fixed_settings(
     return plain
 
 
-def settings_of(path: Path) -> dict[str, object]:
-    """Returns the settings of the checkpoint that would be loaded by `path`; {} if it has none."""
+def manifest_of(path: Path) -> dict[str, Any]:
+    """Returns the manifest of the checkpoint that would be loaded by `path`; {} if it has none."""
     for candidate in manifest.resolve(path)[1]:
         if not manifest.torn(candidate):
-            return manifest.read(candidate).get(KEY, {})
+            return manifest.read(candidate)
     return {}
+
+
+def settings_of(path: Path) -> dict[str, object]:
+    """Returns the settings of the checkpoint that would be loaded by `path`; {} if it has none."""
+    return manifest_of(path).get(KEY, {})
 
 
 def compare(

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..by_tokens import AUTO
-from ..checkpoint import manifest
-from ..checkpoint.identity import settings_of
+from ..checkpoint.identity import KEY as SETTINGS
+from ..checkpoint.identity import manifest_of
 from ..errors import InputError
 from ..model.any_module import typed_attribute
 from ..model.optim import OptimConfig
@@ -68,9 +68,14 @@ class Choice:
             )
 
     @cached_property
+    def _manifest(self) -> dict[str, Any]:
+        """The checkpoint's."""
+        return manifest_of(Path(self.checkpoint)) if self.checkpoint else {}
+
+    @property
     def _before(self) -> dict[str, Any]:
         """The settings of the checkpoint."""
-        return settings_of(Path(self.checkpoint)) if self.checkpoint else {}
+        return self._manifest.get(SETTINGS, {})
 
     @cached_property
     def _num_rows(self) -> int:
@@ -104,8 +109,7 @@ class Choice:
             return
         if trainer.max_steps >= 0 or not trainer.max_epochs or not optim.needs_end:
             return
-        candidates = manifest.resolve(Path(self.checkpoint or ""))[1]
-        step = next(manifest.read(each)["step"] for each in candidates if not manifest.torn(each))
+        step = self._manifest["step"]
         left = max(0, trainer.max_epochs * self._num_rows - step * old)
         raise InputError(
             f"{BATCH} is {new}, and {old} in the checkpoint, but the schedule {optim.schedule} of a"

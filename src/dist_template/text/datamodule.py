@@ -253,10 +253,12 @@ class PackedText(L.LightningDataModule):
             else []
         )
 
-    def rows_of(self, split: str) -> Rows:
+    def rows_of(self, split: str, reads_ends: bool | None = None) -> Rows:
+        """Returns the rows of a split. `reads_ends`: of a module that is not attached yet."""
         corpus, attends = self.corpus, self.cross_document_attention
         if corpus.is_pairs:
-            return PairRows(corpus, split, self.seq_len, reads_ends=self.reads_ends)
+            ends = self.reads_ends if reads_ends is None else reads_ends
+            return PairRows(corpus, split, self.seq_len, reads_ends=ends)
         if corpus.is_whole(split):
             return WholeRows(corpus, split, self.seq_len, attends)
         parts = {name: counts["tokens"] for name, counts in corpus.parts(split).items()}
@@ -285,10 +287,7 @@ class PackedText(L.LightningDataModule):
 
     def num_rows(self, module: Any) -> int:
         """Returns the rows of the train split for the module that will be trained."""
-        if self.corpus.is_pairs:
-            ends = getattr(module, "reads_ends", False)
-            return len(PairRows(self.corpus, "train", self.seq_len, reads_ends=ends))
-        return len(self.rows_of("train"))
+        return len(self.rows_of("train", reads_ends=getattr(module, "reads_ends", False)))
 
     def batch_for(
         self,

@@ -108,7 +108,9 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
     is_whole = corpus.is_whole("train")
     if is_whole:
         packing = packing_of(corpus, "train", data.seq_len, data.reads_ends)
-        for name in (name for name, rows in packing.sizes.items() if not rows):
+        for name, num_rows in packing.sizes.items():
+            if num_rows:
+                continue
             given = corpus.parts("train")[name]["documents"]
             raise InputError(
                 f"source {name!r} of data.source has no row to train on: the train split has"

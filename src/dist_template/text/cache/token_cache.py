@@ -350,7 +350,7 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
                 writer.write(part, added[split])
             now = time.monotonic()
             if now - reported > REPORT_S:
-                reported, tokens = now, sum(writer.counts.sum() for writer in writers.values())
+                reported, tokens = now, sum(writer.num_tokens for writer in writers.values())
                 report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
     splits = {split: writer.finish() for split, writer in writers.items()}
     start_ids = [] if whole else added_tokens(tokenizer)[0]
@@ -379,8 +379,11 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         manifest["baselines"] = _baselines(Corpus(folder, manifest), writers["train"].labels)
     if (num_bytes := splits["validation"]["bytes"]) and not whole:
         # where only some labels count, a loss per byte has no meaning
-        counts = writers["train"].counts + 1  # of a model of token frequencies alone
-        bits = -(writers["validation"].counts * np.log2(counts / counts.sum())).sum()
+        # All tokens are labels; of a model of token frequencies alone.
+        trained, held_out = (
+            np.sum([*writers[split].labels.values()], axis=0) for split in ("train", "validation")
+        )
+        bits = -(held_out * np.log2((trained + 1) / (trained + 1).sum())).sum()
         manifest["unigram_bits_per_byte"] = float(bits / num_bytes)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, default=str), "utf-8")
     return manifest
@@ -408,7 +411,6 @@ class _SplitWriter:
         self.parts = {part: dict.fromkeys(COUNTS, 0) for part in parts}
         # of each token as a label that counts
         self.labels = {part: np.zeros(vocab_size, dtype=np.int64) for part in self.parts}
-        self.counts = np.zeros(vocab_size, dtype=np.int64)  # of each token
         self._path, self._dtype, self._whole = path, dtype, whole
         self._lengths = [0]  # of whole documents
         self._sha256 = {kind: hashlib.sha256() for kind in (CHECKSUMS if whole else ("bin",))}
@@ -427,12 +429,16 @@ class _SplitWriter:
             # Plain text is one stream; the first token of a whole document is no label.
             labels.append(ids[1:][masks[-1][1:]] if self._whole else ids)
         ids = np.concatenate([document.ids for _, document in added])
-        self.counts += np.bincount(ids, minlength=len(self.counts))
-        self.labels[part] += np.bincount(np.concatenate(labels), minlength=len(self.counts))
+        seen = self.labels[part]
+        seen += np.bincount(np.concatenate(labels), minlength=len(seen))
         self._append("bin", ids.astype(self._dtype))
         if self._whole:
             self._lengths += map(len, masks)
             self._append("counted", np.concatenate(masks))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(counts["tokens"] for counts in self.parts.values())
 
     def finish(self) -> dict[str, Any]:
         """Returns the split's entry in the manifest, when its files are on the disk."""

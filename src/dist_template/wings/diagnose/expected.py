@@ -103,6 +103,13 @@ def settled_after(history: History) -> float:
     return warmup_steps(history) + min(SETTLED_STEPS, max_steps(history) / 5)
 
 
+def passes(history: History, step: int) -> float:
+    """Returns how often the train split had been read at a step; 0 if not known."""
+    tokens = metric(history, "train/tokens")
+    total, read = history.fact("data.train_tokens") or 0, tokens[tokens.steps <= step]
+    return read.last / total if total and len(read) else 0.0
+
+
 def usual_rate(history: History) -> float:
     """Returns the usual peak learning rate of AdamW for the model's size (if not known, 10 M).
     0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361,

@@ -273,9 +273,7 @@ def _has_been_trained(history: History, loss: Series, limit: float) -> bool:
 def _passes(history: History, step: int) -> float:
     """Returns how often the train split had been read at a step; of a mixture, the source that was
     read most."""
-    tokens = expected.metric(history, "train/tokens")
-    read, total = tokens[tokens.steps <= step], history.fact("data.train_tokens")
-    passes = [read.last / total] if total and len(read) else [0.0]
+    passes = [expected.passes(history, step)]
     for name in history.metrics.names:
         if name.startswith("data/") and name.endswith("/epochs"):
             epochs = expected.metric(history, name)

@@ -79,7 +79,7 @@ def _causes(history: History, name: str, step: int) -> Iterator[Cause]:
     if history.key("model.adapter") and not history.key("model.adapter.dropout"):
         regularize.append(Change("model.adapter.dropout", 0.0, 0.1))
     yield Cause("Too little regularization: more weight decay, dropout.", regularize)
-    read, more = _epochs(history, step), "The model is too large for so few data"
+    read, more = expected.passes(history, step), "The model is too large for so few data"
     if read:
         more += f", which had been read {read:.1f} times at the best step"
     epochs = history.key("trainer.max_epochs")
@@ -97,10 +97,3 @@ def _stops_early(history: History) -> bool:
 
 def _keeps_best(history: History) -> bool:
     return history.key("best_checkpoint.keep", 1) != 0
-
-
-def _epochs(history: History, step: int) -> float:
-    """Returns how often the train split had been read at a step; 0 if not known."""
-    tokens = expected.metric(history, "train/tokens")
-    total, read = history.fact("data.train_tokens") or 0, tokens[tokens.steps <= step]
-    return read.last / total if total and len(read) else 0.0
