@@ -32,7 +32,7 @@ from dist_template.text.model import mtp, safetensors_files
 from dist_template.text.model.head import ChunkedLoss
 from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.model.quantize import quantize
-from dist_template.text.preference_loss import PreferenceConfig
+from dist_template.text.objectives.pairs import PreferenceConfig
 from dist_template.wings.history import read_run
 
 

@@ -21,7 +21,7 @@ import pytest
 from dist_template import AdapterConfig
 from dist_template.cli import config_file
 from dist_template.strategies import MeshStrategy, ZeroStrategy
-from dist_template.text.distillation import DistillationConfig
+from dist_template.text.objectives.distillation import DistillationConfig
 from tests.support.library import mtp
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS

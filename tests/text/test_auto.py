@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from dist_template import AdapterConfig, InputError, OptimConfig, TrainingModule
 from dist_template.cli.chosen import Choice
 from dist_template.text import auto
-from dist_template.text.preference_loss import PreferenceConfig
+from dist_template.text.objectives.pairs import PreferenceConfig
 from tests.support import chats
 from tests.support.runs import CONFIGS, Workers, run
 from tests.support.strategies import flags_of

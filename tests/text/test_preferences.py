@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM
 from dist_template import InputError
 from dist_template.text import Mixture, Preferences, Ratings
 from dist_template.text.batches.rows import PAIRS, PairRows
-from dist_template.text.distillation import DistillationConfig, blended
-from dist_template.text.preference_loss import Distance, pair_values
+from dist_template.text.objectives.distillation import DistillationConfig, blended
+from dist_template.text.objectives.pairs import Distance, pair_values
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order

@@ -7,7 +7,8 @@ them.
     cache/            tokens on disk
     batches/          rows, packing, the loader
     datamodule.py     PackedText: from a source of documents to batches
-    module.py, preference_loss.py     TextModule: loss, evaluation, generation; DPO
+    module.py         TextModule: loss, evaluation, generation
+    objectives/       pairs, distillation
 
 Names are imported when they are first used."""
 

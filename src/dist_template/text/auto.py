@@ -9,7 +9,7 @@ config.yaml, and a resume keeps those of its checkpoint. docs/finetune.md has wh
 from typing import Any
 
 from ..errors import InputError
-from .preference_loss import has_pairs
+from .objectives.pairs import has_pairs
 
 __all__ = ["batch_for"]
 

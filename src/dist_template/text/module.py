@@ -26,7 +26,6 @@ from ..parallel.configured import NOT_READ_YET
 from ..parallel.place import in_full
 from . import auto
 from .batches.rows import PAIRS
-from .distillation import DistillationConfig, blended, build_teacher, distilled_sums
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields, freeze_untrained, read_modules
 from .model.head import ChunkedLoss, without_head
@@ -35,7 +34,8 @@ from .model.mtp import KEY as MTP_WEIGHT
 from .model.mtp import NAME as MTP
 from .model.quantize import quantize
 from .model.reward import is_reward_model, refuse_reward_model, reward_model
-from .preference_loss import (
+from .objectives.distillation import DistillationConfig, blended, build_teacher, distilled_sums
+from .objectives.pairs import (
     Distance,
     PreferenceConfig,
     add_reference,

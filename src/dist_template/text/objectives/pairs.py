@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..checkpoint.frozen import FrozenHash, exclude_frozen
-from ..compat.transformers import without_adapters
-from ..parallel.place import place
-from .batches.rows import PAIRS
-from .model.reward import every_reward
+from ...checkpoint.frozen import FrozenHash, exclude_frozen
+from ...compat.transformers import without_adapters
+from ...parallel.place import place
+from ..batches.rows import PAIRS
+from ..model.reward import every_reward
 
 DISTANCE = "distance._extra_state"  # in a module's state dict, of kto
 

@@ -14,13 +14,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
-from ..errors import InputError
-from ..model.metrics import NOT_COUNTED
-from .model.causal_lm import causal_lm, causal_lm_config
-from .model.head import head_of, without_head
-from .model.reward import refuse_reward_model
-from .preference_loss import as_reference, reshard
-from .tokenizers import read_tokenizer
+from ...errors import InputError
+from ...model.metrics import NOT_COUNTED
+from ..model.causal_lm import causal_lm, causal_lm_config
+from ..model.head import head_of, without_head
+from ..model.reward import refuse_reward_model
+from ..tokenizers import read_tokenizer
+from .pairs import as_reference, reshard
 
 
 @dataclass

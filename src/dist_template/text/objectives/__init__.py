@@ -1,0 +1,1 @@
+"""What a language model is trained for."""
