@@ -22,7 +22,7 @@ from dist_template import AdapterConfig
 from dist_template.cli import config_file
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from dist_template.text.objectives.distillation import DistillationConfig
-from tests.support.library import mtp
+from dist_template.text.objectives.mtp import MtpConfig
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
 from tests.support.tiers import NIGHTLY
@@ -41,7 +41,7 @@ CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["pr
 STRATEGY = {
     key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters
 }
-PARTS = {"adapter": AdapterConfig, "distillation": DistillationConfig, "mtp": mtp.MtpConfig}
+PARTS = {"adapter": AdapterConfig, "distillation": DistillationConfig, "mtp": MtpConfig}
 INSIDE = {f"model.{name}.{key}" for name, of in PARTS.items() for key in signature(of).parameters}
 # Attributes of Lightning's objects, a file, and keys of a module that is not ours.
 INSIDE |= {f"trainer.{name}" for name in dir(L.Trainer)} | {"model.safetensors", "data.batch_size"}

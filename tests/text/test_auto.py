@@ -14,6 +14,8 @@ from transformers import LlamaConfig
 from dist_template import AdapterConfig, InputError, OptimConfig, TrainingModule
 from dist_template.cli.chosen import Choice
 from dist_template.text import auto
+from dist_template.text.objectives.keys import PREFERENCES
+from dist_template.text.objectives.next_token import NextToken
 from dist_template.text.objectives.pairs import PreferenceConfig
 from tests.support import chats
 from tests.support.runs import CONFIGS, Workers, run
@@ -53,6 +55,8 @@ def rate(width: int = 2000, steps: float = 100, **given: Any) -> float:
     fields = {"pretrained": "folder", "adapter": None, "preference": PreferenceConfig()}
     data = SimpleNamespace(source=SimpleNamespace(pairs="preference" in given))
     module = SimpleNamespace(**fields | given)
+    preference = PREFERENCES[module.preference.loss](module.preference)
+    module.objective_for = lambda data: preference if data.source.pairs else NextToken()
     return auto.rate_for(module, data, LlamaConfig(hidden_size=width, num_attention_heads=4), steps)
 
 

@@ -21,6 +21,7 @@ from transformers.modeling_layers import MtpModel
 
 from dist_template import InputError
 from dist_template.parallel.place import in_full
+from dist_template.text.objectives.mtp import ACCEPTED, COMPARED, MtpConfig, look_ahead
 from dist_template.wings.rehearse.shrink_model import shrink_architecture
 from tests.support.library import NOT_COUNTED, ChunkedLoss, mtp, safetensors_files
 from tests.support.parity import MODELS
@@ -33,9 +34,10 @@ LENGTHS = [[24], [10, 14], [3, 1, 20]]  # of the documents in each row
 def build(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
     architecture = yaml.safe_load(MODELS[kind]) | more
-    found: Any = LanguageModule(architecture, mtp=mtp.MtpConfig(weight=0.5))
+    found: Any = LanguageModule(architecture, mtp=MtpConfig(weight=0.5), loss_chunk=None)
     found.model = mtp.add_modules(found.build_model(DATA))
-    found.chunked_loss = ChunkedLoss(found.model, found.sums, None)
+    found.active_objective = found.objective_for(DATA)
+    found.active_objective.attach(found)
     return found
 
 
@@ -93,18 +95,18 @@ def test_losses_are_those_of_each_document_alone(
     module: Any, batch: dict[str, Tensor], chunk: int | None
 ) -> None:
     module.chunked_loss = ChunkedLoss(module.model, module.sums, chunk)
-    ahead = mtp.look_ahead(batch, 2)
+    ahead = look_ahead(batch, 2)
     own, later, share = by_hand(module.model, batch)
     module.train()
-    sums = mtp.sums_with_predictions(module, ahead)
+    sums = module.sums_of(ahead)
     assert sums["loss"].item() == pytest.approx(own, rel=1e-6)
     assert sums["mtp_loss"].item() == pytest.approx(later, rel=1e-6)
     assert next(iter(sums.values())).item() == pytest.approx(own + 0.5 * later, rel=1e-6)
     sums["objective"].backward()
     assert all(p.grad is not None for p in module.model.mtp.layers[1].eh_proj.parameters())
     with torch.no_grad():
-        found = mtp.sums_with_predictions(module, ahead)
-    assert (found[mtp.ACCEPTED] / found[mtp.COMPARED]).item() == pytest.approx(share)
+        found = module.sums_of(ahead)
+    assert (found[ACCEPTED] / found[COMPARED]).item() == pytest.approx(share)
     assert module(batch).shape == (3, 24, 211), "without them the output is the model's own"
 
 
@@ -125,7 +127,7 @@ def test_transformers_reads_the_exported_modules(kind: str, tmp_path: Path) -> N
 def test_published_modules_are_read(module: Any, tmp_path: Path, capsys: Any) -> None:
     weights = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
     safetensors_files.write_weights(module.model, dict(weights), torch.float32, "5GB", tmp_path)
-    given: Any = LanguageModule(pretrained=str(tmp_path), mtp=mtp.MtpConfig())
+    given: Any = LanguageModule(pretrained=str(tmp_path), mtp=MtpConfig())
     for read in (lambda build: build(), in_full):
         found = read(partial(given.build_network, DATA)).state_dict()
         assert found.keys() == weights.keys()
@@ -149,12 +151,12 @@ def test_architectures_without_modules_are_refused(batch: dict[str, Tensor]) -> 
         build("gpt2", num_mtp_layers=1)
     module = build("deepseek_v4", num_mtp_layers=1)
     with pytest.raises(InputError, match="states of shape .*3, 32.* set model.mtp null"):
-        mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))
+        module.sums_of(look_ahead(batch, 1))
 
 
 def test_a_block_may_return_more_than_hidden_states(batch: dict[str, Tensor]) -> None:
     module = build("glm_moe_dsa")
-    mtp.sums_with_predictions(module, mtp.look_ahead(batch, 1))["objective"].backward()
+    module.sums_of(look_ahead(batch, 1))["objective"].backward()
     assert all(p.grad is not None for p in module.model.mtp.layers[0].eh_proj.parameters())
 
 

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM
 from dist_template import InputError
 from dist_template.text import Mixture, Preferences, Ratings
 from dist_template.text.batches.rows import PAIRS, PairRows
-from dist_template.text.objectives.distillation import DistillationConfig, blended
-from dist_template.text.objectives.pairs import Distance, pair_values
+from dist_template.text.objectives.distillation import Distillation, DistillationConfig
+from dist_template.text.objectives.keys import PREFERENCES
+from dist_template.text.objectives.ratings import Distance
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
@@ -145,7 +146,8 @@ def test_a_reward_is_that_of_transformers(kind: str, padding: str | None, tmp_pa
     module.model = module.build_network(data).eval()
     rows = PairRows(data.corpus, "train", 61, reads_ends=True)
     batch = rows.__getitems__([*range(len(rows)), global_order.PADDING])
-    values = pair_values(module, batch)
+    module.active_objective = module.objective_for(data)
+    values = module.active_objective.values(module, batch)
     found = [values[f"rewards/{key}"].tolist() for key in ("chosen", "rejected")]
     expected: list[Any] = [[], []]
     for pair in sequences(data, batch):
@@ -221,11 +223,12 @@ def test_the_losses_are_those_of_their_papers(loss: Any) -> None:
         model=models[0],
         reference=models[1],
         balancer=SimpleNamespace(counts_now=True),
-        preference=PreferenceConfig(loss=loss, beta=0.5),
+        adapter=None,
         training=False,
         distance=Distance(),
     )
-    values = pair_values(module, {"labels": labels, PAIRS: torch.tensor([[0, 3, 5, 0]])})
+    batch = {"labels": labels, PAIRS: torch.tensor([[0, 3, 5, 0]])}
+    values = PREFERENCES[loss](PreferenceConfig(loss=loss, beta=0.5)).values(module, batch)
     assert values["loss"].item() == pytest.approx(LOSSES[loss], rel=1e-5)
     assert values["rewards/accuracy"].item() == 1
     assert module.model is models[0] and module.balancer.counts_now
@@ -240,7 +243,9 @@ def test_the_objective_is_the_blend_of_cross_entropy_and_divergence() -> None:
     logits, expected, labels = torch.randn(1, 5, 7), torch.randn(1, 5, 9), torch.arange(5)[None]
     labels[0, 3] = NOT_COUNTED
     sums = {"loss": torch.tensor(3.0), "token_accuracy": torch.tensor(2)}
-    got = blended(DistillationConfig("t", 0.3, 2.0), sums, logits, expected, labels)
+    got = Distillation(DistillationConfig("t", 0.3, 2.0)).with_teacher(
+        sums, logits, labels, expected
+    )
     kept = (labels != NOT_COUNTED)[0]
     student, teacher = ((each[0, kept, :7] / 2).log_softmax(-1) for each in (logits, expected))
     divergence = F.kl_div(student, teacher, log_target=True, reduction="sum")

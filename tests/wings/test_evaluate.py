@@ -14,8 +14,9 @@ import yaml
 
 from dist_template import InputError, Project
 from dist_template.text import ByteBPE
+from dist_template.text.objectives.mtp import MultiToken
 from dist_template.wings.ship.evaluate import evaluation, paired
-from dist_template.wings.ship.evaluate.documents import ACCEPTANCE, DocumentScores
+from dist_template.wings.ship.evaluate.documents import DocumentScores
 from tests.support import runs
 from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import OURS, Workers, newest, only_run, refused, run
@@ -124,11 +125,10 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
     one, many = scores
     assert (one.index == many.index).all() and (one["tokens"] == many["tokens"]).all()
     np.testing.assert_allclose(many["nats"], one["nats"], rtol=1e-5)
-    if ACCEPTANCE[0] in one:
-        accepted, compared = one[[*ACCEPTANCE]].sum()
-        assert 0 < accepted < compared and (one[[*ACCEPTANCE]] == many[[*ACCEPTANCE]]).all(
-            axis=None
-        )
+    if MultiToken.figures[0] in one:
+        figures = [*MultiToken.figures]
+        accepted, compared = one[figures].sum()
+        assert 0 < accepted < compared and (one[figures] == many[figures]).all(axis=None)
         assert accepted / compared == pytest.approx(logged[0]["test/mtp_acceptance"])
         assert logged[1] == pytest.approx(logged[0], rel=1e-5)
     values = (many["nats"].to_numpy(), one["nats"].to_numpy(), one["tokens"].to_numpy())

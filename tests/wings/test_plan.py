@@ -16,10 +16,10 @@ from dist_template.cli.limits.machine import Machine as Described
 from dist_template.parallel.estimates import estimate_of
 from dist_template.parallel.estimates.candidates import Candidate
 from dist_template.parallel.estimates.facts import STATE
+from dist_template.text.objectives.mtp import MtpConfig
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
 from tests import ROOT
-from tests.support.library import mtp
 from tests.support.memory import Allocated, Live, State
 from tests.support.parity import MODELS
 from tests.support.runs import CONFIGS, OURS, SHIPPED, Workers, refused, run
@@ -59,7 +59,7 @@ def of_modules(shape: Any) -> list[str]:
 def planner(
     shape: Any, batch: int, seq_len: int, precision: str = "", on: str = "cuda", by: Any = "adamw"
 ) -> Planner:
-    ahead = mtp.MtpConfig() if of_modules(shape) else None
+    ahead = MtpConfig() if of_modules(shape) else None
     optim = OptimConfig(optimizer=by)
     full = {"vocab_size": 257} | shape
     module = LanguageModule(architecture=full, mtp=ahead, optim=optim)

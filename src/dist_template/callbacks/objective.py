@@ -11,7 +11,7 @@ from ..compat.lightning import accumulates
 @runtime_checkable
 class OfSteps(Protocol):
     """A child of the module that sums over the micro-batches of an optimizer step, such as
-    text.objectives.pairs.Distance."""
+    text.objectives.ratings.Distance."""
 
     def finish_step(self) -> None:
         """Takes what was summed. Collective."""

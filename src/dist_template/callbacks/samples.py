@@ -29,8 +29,8 @@ class Samples(Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         data: Any = data_of(trainer)
         prompts = getattr(data, "prompts", [])[:1]  # only datamodules of text have some
-        is_reward_model = getattr(pl_module, "reads_ends", False)  # which generates nothing
-        can_generate = prompts and hasattr(pl_module, "generate") and not is_reward_model
+        makes_text = not getattr(getattr(pl_module, "active_objective", None), "no_text", "")
+        can_generate = prompts and hasattr(pl_module, "generate") and makes_text
         if trainer.sanity_checking or not self.folder or not can_generate:
             return
         decode = data.text_tokenizer.decode

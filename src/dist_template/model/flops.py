@@ -123,7 +123,7 @@ class Size:
             active += size
             if key in used:
                 multiplied += size * (6 if parameter.requires_grad else 4)
-        predicted = getattr(getattr(model, "mtp", None), "depth", 0)  # text/model/mtp.py
+        predicted = getattr(model, "predicted_ahead", 0)  # text/model/mtp.py
         if predicted:
             multiplied += 6 * predicted * full_shape(model.get_output_embeddings().weight).numel()  # ty: ignore
         return cls(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -55,6 +55,14 @@ class Configured:
         """Returns whether a class of the user's has the module's `hook`."""
         return overrides(self.module, hook)
 
+    @property
+    def several_passes(self) -> str:
+        """Names the objective whose step is more than one forward pass of the network; "" if the
+        module's is one."""
+        find = getattr(self.module, "objective_for", None)
+        objective = find(self.data) if callable(find) else None
+        return "" if getattr(objective, "is_one_pass", True) else objective.label
+
     @cached_property
     def callbacks(self) -> list[Any]:
         """The callbacks of trainer.callbacks and of the module."""
@@ -79,6 +87,14 @@ class Configured:
         """The language model's part of `model_config`; None if there is none, or not yet."""
         is_known = self.model_config not in (NOT_READ_YET, None)
         return self.model_config.get_text_config() if is_known else None
+
+
+def without_effect(section: str, given: Any, unread: set[str], why: str) -> Iterator[str]:
+    """Yields a sentence for each key in `unread` of `given` that is not its default."""
+    default = type(given)()
+    for key in sorted(unread):
+        if (value := getattr(given, key)) != getattr(default, key):
+            yield f"{section}.{key} is {value!r} and has no effect ({why}), or remove the key"
 
 
 def overrides(module: object, hook: str) -> bool:

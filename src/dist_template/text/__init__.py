@@ -7,8 +7,8 @@ them.
     cache/            tokens on disk
     batches/          rows, packing, the loader
     datamodule.py     PackedText: from a source of documents to batches
-    module.py         TextModule: loss, evaluation, generation
-    objectives/       pairs, distillation
+    objectives/       what is learned: the next token, later ones, a teacher, pairs, rewards
+    module.py         TextModule: adapters, evaluation, generation
 
 Names are imported when they are first used."""
 
@@ -16,6 +16,9 @@ from ..lazy import attribute_of
 
 PLACES = {  # public name -> the module of this library that defines it
     "TextModule": "text.module",
+    "Objective": "text.objectives.objective",
+    "NextToken": "text.objectives.next_token",
+    "Pairs": "text.objectives.pairs",
     "PackedText": "text.datamodule",
     "Source": "text.sources.documents",
     "StandardLibrary": "text.sources.documents",

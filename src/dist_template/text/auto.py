@@ -9,7 +9,6 @@ config.yaml, and a resume keeps those of its checkpoint. docs/finetune.md has wh
 from typing import Any
 
 from ..errors import InputError
-from .objectives.pairs import has_pairs
 
 __all__ = ["batch_for"]
 
@@ -20,13 +19,6 @@ LARGEST = 32  # rows of a step; more are for thousands of steps, and the user's 
 # how much higher that of adapters of any rank is: the hyperparameters in Tinker's documentation, by
 # Thinking Machines, "LoRA Without Regret" (2025), of models from 1 to 70 B.
 RATE, WIDTH, POWER, OF_ADAPTERS = 5e-5, 2000, 0.781, 10.0
-# Published rewards and ORPO take about a third of it: OpenRLHF's 9e-6 for 8 B, ORPO's 8e-6 for 7 B
-# (arXiv:2403.07691).
-OF_SCORES = 1 / 3
-# What moves away from a reference goes as far in few steps as in many: the rate falls with their
-# number, from a quarter, above which held-out pairs got worse (docs/finetune.md), down to what
-# thousands of steps take, 5e-7 for 8 B (Tulu 3, arXiv:2411.15124).
-OF_PREFERENCES, LARGEST_SHARE, LEAST_SHARE = 5, 1 / 4, 1 / 50
 
 
 def batch_for(rows: int, epochs: float, multiple: int, *, divides: bool = False) -> int:
@@ -60,9 +52,5 @@ def rate_for(module: Any, data: Any, config: Any, steps: float) -> float:
     rate = RATE * (WIDTH / width) ** POWER
     if module.adapter is not None:
         rate *= OF_ADAPTERS
-    if has_pairs(data):
-        if module.preference.loss in ("reward", "orpo"):
-            rate *= OF_SCORES
-        else:
-            rate *= min(LARGEST_SHARE, max(OF_PREFERENCES / max(1, steps), LEAST_SHARE))
+    rate *= module.objective_for(data).rate_share(steps)
     return float(f"{rate:.2g}")

@@ -63,7 +63,7 @@ from .cache.token_cache import (
 )
 from .limits import check_numbers, check_rows
 from .model.kernels import BOUNDS
-from .model.mtp import look_ahead
+from .objectives.objective import objective_for, objective_of
 from .sources import chat  # noqa: F401  (so that YAML knows the names of its sources)
 from .sources.documents import Source, StandardLibrary
 from .sources.mixture import Mixture, MixtureOrder
@@ -225,9 +225,13 @@ class PackedText(L.LightningDataModule):
 
     @property
     def reads_ends(self) -> bool:
-        """Whether the trained module reads a pair's last tokens, as reward models do."""
-        module = getattr(self.trainer, "lightning_module", None)
-        return self.source.pairs and getattr(module, "reads_ends", False)
+        """Whether the last token of a pair's sequence is an input too, for what is learned."""
+        return self.reads_ends_for(getattr(self.trainer, "lightning_module", None))
+
+    def reads_ends_for(self, module: Any) -> bool:
+        """Returns the same of a module that need not be attached yet."""
+        objective = objective_for(module, self)
+        return objective is not None and objective.reads_ends
 
     def bytes_per_token(self, split: str) -> float | None:
         """Returns the mean over a split, for bits per byte; None: empty, or labels are masked."""
@@ -287,7 +291,7 @@ class PackedText(L.LightningDataModule):
 
     def num_rows(self, module: Any) -> int:
         """Returns the rows of the train split for the module that will be trained."""
-        return len(self.rows_of("train", reads_ends=getattr(module, "reads_ends", False)))
+        return len(self.rows_of("train", reads_ends=self.reads_ends_for(module)))
 
     def batch_for(
         self,
@@ -431,8 +435,9 @@ class PackedText(L.LightningDataModule):
             device = batch["labels"].device
             self._tokens_per_micro_batch = self._tokens.of(self._counted, device)
         module = getattr(self.trainer, "lightning_module", None)
-        if "labels" in batch and (ahead := getattr(module, "predicted_ahead", 0)):
-            batch = look_ahead(batch, ahead)
+        objective = objective_of(module)
+        if objective is not None and "labels" in batch:
+            batch = objective.extend_batch(module, batch)
         if self.trainer is None or not self.trainer.training:
             return batch
         return batch | {"tokens_per_micro_batch": self._tokens_per_micro_batch}

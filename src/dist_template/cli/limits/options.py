@@ -23,6 +23,7 @@ from ...model.any_module import owns_order
 from ...model.optim import OptimConfig
 from ...parallel.answers.mesh import Mesh
 from ...parallel.answers.zero import Zero
+from ...parallel.configured import without_effect
 from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.
@@ -179,11 +180,3 @@ def _of_the_schedule(optim: OptimConfig) -> Iterator[str]:
         yield from without_effect(section, optim, {"decay_share"}, f"{why} warmup_stable_decay")
     if optim.schedule not in ("cosine", "warmup_stable_decay"):
         yield from without_effect(section, optim, {"min_learning_rate_share"}, f"{why} cosine")
-
-
-def without_effect(section: str, given: Any, unread: set[str], why: str) -> Iterator[str]:
-    """Yields a sentence for each key in `unread` of `given` that is not its default."""
-    default = type(given)()
-    for key in sorted(unread):
-        if (value := getattr(given, key)) != getattr(default, key):
-            yield f"{section}.{key} is {value!r} and has no effect ({why}), or remove the key"

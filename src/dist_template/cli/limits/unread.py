@@ -36,7 +36,6 @@ READERS = (
     Reader("configure_model", ("blocks",), ("place",)),
     Reader("configure_model", ("balance",), ("Balancer",)),
     Reader("training_step", ("loss_chunk",), ("sums_of", "chunked_loss")),
-    Reader("training_step", ("mtp", "preference", "distillation"), ("sums_of",)),
     Reader("build_network", ("adapter",), ("add_adapters",)),
     Reader("generate", ("sample_tokens", "sample_temperature")),
 )
@@ -53,7 +52,10 @@ def keys_of_replaced_methods(setup: Setup) -> Iterator[str]:
     if code is None:
         return
     name = type(module).__name__
-    for reader in READERS:
+    of_objective = Reader(
+        "training_step", getattr(type(module), "objective_keys", ()), ("sums_of",)
+    )
+    for reader in (*READERS, of_objective):
         if not setup.overrides(reader.hook) or code.extends(reader.hook):
             continue
         if any(each in code.names for each in reader.through):

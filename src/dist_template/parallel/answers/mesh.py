@@ -154,13 +154,8 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
         yield f"{ARGS}.cpu_offload true does not work in a pipeline: set it to false"
     if setup.setting("adapter.quantize"):
         yield "model.adapter.quantize does not work in a pipeline: set it to null, or pp_size to 1"
-    has_pairs = getattr(getattr(setup.data, "source", None), "pairs", False)
-    for key, is_set in (
-        ("data.source Preferences", has_pairs),
-        ("model.distillation", setup.setting("distillation")),
-    ):
-        if is_set:
-            yield f"{key} does not work in a pipeline: set {ARGS}.pp_size to 1"
+    if setup.several_passes:
+        yield f"{setup.several_passes} does not work in a pipeline: set {ARGS}.pp_size to 1"
 
 
 def _tensor(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:

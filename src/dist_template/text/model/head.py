@@ -74,7 +74,8 @@ class ChunkedLoss(nn.Module):
     Args:
         model: A model with an output layer (`get_output_embeddings`) or without.
         teacher: Another, whose logits `blend` gets too. None: there is none.
-        blend: Maps the sums, the logits of both, and the labels of a chunk to other sums.
+        blend: Maps the sums of a chunk, its logits and labels, and the teacher's logits, to other
+            sums.
         sums: Maps logits (1, N, V) and labels (1, N) to sums () by name. The first is minimized;
             the others are metrics without a gradient. Only the output layer's input and weights get
             a gradient from the first.
@@ -125,10 +126,11 @@ class ChunkedLoss(nn.Module):
             # without hooks: they ran once for all chunks
             logits = head.forward(part)
             named = self.sums(logits, part_labels)
-            if self.blend is not None:
+            if of_teacher is not None:
                 with torch.no_grad():
-                    of_chunk = of_teacher.forward(*given)
-                named = self.blend(named, logits, of_chunk, part_labels)
+                    given = (of_teacher.forward(*given),)
+            if self.blend is not None:
+                named = self.blend(named, logits, part_labels, *given)
             names[:] = named
             return list(named.values())
 

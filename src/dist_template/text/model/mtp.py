@@ -11,47 +11,22 @@ positions.
 Shapes: B sequences, T tokens of a sequence, W width, D modules."""
 
 import re
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...by_tokens import ByTokens, check_phases
 from ...compat import published as compat
-from ...compat import replaced
 from ...compat.transformers import initialize
 from ...errors import InputError, reason
-from ...model.any_module import value_now
-from ...model.metrics import NOT_COUNTED
 from ...parallel.blocks import find_blocks
-from ...parallel.sequence import WHOLE
-from .head import ChunkedLoss, head_of, without_head
+from .head import head_of
 
-KEY = "model.mtp.weight"
 NAME = "mtp"  # of the modules in the model
-ACCEPTED, COMPARED = "mtp_accepted", "mtp_compared"  # numbers of tokens
 PLANS = ("tp_plan", "ep_plan", "fsdp_plan")
 OWN = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")  # of a module, besides its block
-
-
-@dataclass
-class MtpConfig:
-    """Multi-token prediction by the `num_mtp_layers` modules of the model's architecture.
-
-    Args:
-        weight: Weight of the modules' mean loss beside the model's own; 0.3 for DeepSeek-V3's first
-            10 T tokens, then 0.1 (arXiv:2412.19437, section 4.2). Or phases by consumed tokens.
-    """
-
-    weight: ByTokens = 0.3
-
-    def __post_init__(self) -> None:
-        check_phases(KEY, self.weight)
 
 
 class Predictor(nn.Module):
@@ -149,6 +124,7 @@ def add_modules(model: Any) -> nn.Module:
         if (kinds := getattr(config, name, None)) and not getattr(config, f"mtp_{name}", None):
             setattr(config, f"mtp_{name}", kinds[-1:] * number)
     model.add_module(NAME, Predictor(model, number))
+    model.predicted_ahead = number  # model/flops.py
     names = {each: name for name, each in model.named_modules()}
     blocks, embedding = (
         names[find_blocks(model)[0]].removesuffix("0"),
@@ -223,89 +199,3 @@ def name_in_model(key: str, config: Any) -> str | None:
     if name.startswith(("embed_tokens.", "shared_head.")):
         return None
     return f"{NAME}.layers.{number}.{'' if name.startswith(OWN) else 'mtp_block.'}{name}"
-
-
-def look_ahead(batch: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """Returns the batch with the tokens (B, T) that each module is given, and its labels: none in
-    another document."""
-    found = dict(batch)
-    tokens, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
-    for k in range(1, depth + 1):
-        is_inside = F.pad(positions[:, k:], (0, k), value=-1) == positions + k
-        later = F.pad(labels[:, k:], (0, k), value=NOT_COUNTED)
-        found[f"{NAME}_input_ids_{k}"] = F.pad(tokens[:, k:], (0, k))
-        found[f"{NAME}_labels_{k}"] = later.masked_fill(~is_inside, NOT_COUNTED)
-    return found
-
-
-def sums_with_predictions(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `sums` of a micro-batch, before them what is minimized, and after them `mtp_loss`,
-    the modules' mean.
-
-    In evaluation also ACCEPTED, the tokens that the modules predict as the model itself does one
-    step later, which speculative decoding would accept, and COMPARED."""
-    depth, loss, modules = (
-        module.predicted_ahead,
-        module.chunked_loss,
-        module.model.get_submodule(NAME),
-    )
-    given, labels = [], [batch["labels"]]
-    for k in range(1, depth + 1):
-        given.append(batch[f"{NAME}_input_ids_{k}"])
-        labels.append(batch[f"{NAME}_labels_{k}"])
-    sums_of: Callable[[Tensor, Tensor], dict[str, Tensor]] = module.sums
-    # The other stages of a pipeline have a module without parameters, and end before the output
-    # layer.
-    with modules.predicting(given) if isinstance(modules, Predictor) else nullcontext():
-        if loss.applies_to(batch["labels"]):
-            with without_head(module.model) as hidden_states:
-                outputs, sums_of = hidden_states(module(batch)), loss
-        else:
-            outputs = module(batch)
-    parts = outputs.chunk(1 + depth)
-    own, *later = (sums_of(*pair) for pair in zip(parts, labels, strict=True))
-    minimized = next(iter(own.values()))
-    predicted = torch.stack([next(iter(sums.values())) for sums in later]).mean()
-    found = {name: value.detach() for name, value in own.items() if name != "objective"}
-    found["mtp_loss"] = predicted.detach()
-    if not torch.is_grad_enabled():
-        tokens = [_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts]
-        group = module.trainer.strategy.sequence_group if WHOLE in batch else None
-        module.accepted = accepted(tokens, labels, group)
-        found[ACCEPTED], found[COMPARED] = module.accepted.sum((1, 2, 3))
-    return {"objective": minimized + value_now(module, KEY, module.mtp.weight) * predicted, **found}
-
-
-def accepted(tokens: list[Tensor], labels: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:
-    """Returns (2, D, B, T): which of the modules' most probable tokens the model predicts too, and
-    which count.
-
-    Args:
-        tokens: (B, T) each, of the model and of each module.
-        labels: Likewise.
-        group: The ranks that have T tokens each of longer sequences. None: sequences are on one
-            rank."""
-    own, (num, start) = tokens[0].contiguous(), (tokens[0].shape[1], 0)
-    if group is not None:
-        of_ranks = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(of_ranks, own, group=group)
-        own, start = torch.cat(of_ranks, dim=1), group.rank() * num
-    found = []
-    for k in range(1, len(tokens)):
-        later = F.pad(own, (0, k))[:, start + k : start + k + num]
-        counted = labels[k] != NOT_COUNTED
-        found.append(torch.stack([counted & (tokens[k] == later), counted]))
-    return torch.stack(found, dim=1)
-
-
-def _greedy(loss: ChunkedLoss, hidden: Tensor) -> Tensor:
-    """Returns the most probable token (B, T) of each position."""
-    found: list[Tensor] = []
-
-    def keep(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        found.append(logits.argmax(-1))
-        return {"kept": logits.new_zeros(())}
-
-    with replaced(loss, sums=keep, blend=None):
-        loss(hidden, torch.zeros_like(hidden[..., 0], dtype=torch.int64))
-    return torch.cat(found, dim=1).view(hidden.shape[:2])

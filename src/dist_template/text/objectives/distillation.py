@@ -7,8 +7,12 @@ either exists.
 
 Shapes: B sequences, T tokens of a sequence, V vocabulary, N tokens of a chunk."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -17,10 +21,14 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...model.metrics import NOT_COUNTED
 from ..model.causal_lm import causal_lm, causal_lm_config
-from ..model.head import head_of, without_head
+from ..model.head import ChunkedLoss, head_of, without_head
 from ..model.reward import refuse_reward_model
 from ..tokenizers import read_tokenizer
-from .pairs import as_reference, reshard
+from .frozen import as_frozen, reshard
+from .next_token import NextToken
+from .objective import Batch, Sums
+
+__all__ = ["Distillation"]
 
 
 @dataclass
@@ -37,7 +45,58 @@ class DistillationConfig:
     temperature: float = 1.0
 
 
-def build_teacher(module: Any) -> nn.Module:
+class Distillation(NextToken):
+    """Cross-entropy, and the divergence from a frozen teacher."""
+
+    key: ClassVar[str] = "model.distillation"
+    # The teacher's pass comes first, and a pipeline has one pass.
+    is_one_pass = False
+    no_better = "The teacher is no better: evaluate it on the same data."
+
+    def __init__(self, config: DistillationConfig) -> None:
+        self.config = config
+
+    def fixed_settings(self) -> dict[str, object]:
+        return {self.key: [self.config.weight, self.config.temperature]}
+
+    def frozen_model(self, module: Any) -> Callable[[], nn.Module]:
+        return partial(_build_teacher, module)
+
+    def chunked_loss(self, module: Any) -> ChunkedLoss:
+        return ChunkedLoss(
+            module.model, module.sums, module.loss_chunk, module.reference, self.with_teacher
+        )
+
+    def passes(self, module: Any, data: Any) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    def sums(self, module: Any, batch: Batch) -> Sums:
+        with as_frozen(module), torch.no_grad(), without_head(module.model) as hidden_states:
+            expected = hidden_states(module(batch))
+        with without_head(module.model) as hidden_states:
+            hidden = hidden_states(module(batch))
+        sums = module.chunked_loss(hidden, batch["labels"], expected)
+        reshard(module.reference)
+        return sums
+
+    def with_teacher(self, sums: Sums, logits: Tensor, labels: Tensor, expected: Tensor) -> Sums:
+        """Returns sums of a chunk with `objective`, what is minimized, as the first. Logits and the
+        teacher's, `expected`, are (1, N, V); published ones may be padded."""
+        config, size = self.config, min(logits.shape[-1], expected.shape[-1])
+        student, teacher = (
+            (each[..., :size].float() / config.temperature).log_softmax(-1)
+            for each in (logits, expected)
+        )
+        divergences = (teacher.exp() * (teacher - student)).sum(-1)  # (1, N)
+        divergence = divergences.masked_fill(labels == NOT_COUNTED, 0.0).sum()
+        minimized = next(iter(sums.values()))
+        objective = (1 - config.weight) * minimized
+        objective = objective + config.weight * config.temperature**2 * divergence
+        others = {name: value.detach() for name, value in sums.items() if name != "objective"}
+        return {"objective": objective, "divergence": divergence.detach(), **others}
+
+
+def _build_teacher(module: Any) -> nn.Module:
     """Returns the teacher, frozen; on ranks other than 0 without values. Raises InputError if it
     cannot be loaded, or has another vocabulary, or if it or the module's model has no output
     layer."""
@@ -87,37 +146,3 @@ def _has_tokenizer(name: str, tokenizer: Any) -> bool:
         )
         return True
     return found.get_vocab() == tokenizer.get_vocab()
-
-
-def distilled_sums(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `sums` over a micro-batch's tokens, with the blend of divergence and cross-entropy as
-    the first."""
-    with as_reference(module), torch.no_grad(), without_head(module.model) as hidden_states:
-        expected = hidden_states(module(batch))
-    with without_head(module.model) as hidden_states:
-        hidden = hidden_states(module(batch))
-    sums = module.chunked_loss(hidden, batch["labels"], expected)
-    reshard(module.reference)
-    return sums
-
-
-def blended(
-    config: DistillationConfig,
-    sums: dict[str, Tensor],
-    logits: Tensor,
-    expected: Tensor,
-    labels: Tensor,
-) -> dict[str, Tensor]:
-    """Returns sums of a chunk with `objective` as the first. Logits are (1, N, V); published ones
-    may be padded."""
-    size = min(logits.shape[-1], expected.shape[-1])
-    student, teacher = (
-        (each[..., :size].float() / config.temperature).log_softmax(-1)
-        for each in (logits, expected)
-    )
-    divergences = (teacher.exp() * (teacher - student)).sum(-1)  # (1, N)
-    divergence = divergences.masked_fill(labels == NOT_COUNTED, 0.0).sum()
-    minimized = next(iter(sums.values()))
-    objective = (1 - config.weight) * minimized + config.weight * config.temperature**2 * divergence
-    others = {name: value.detach() for name, value in sums.items() if name != "objective"}
-    return {"objective": objective, "divergence": divergence.detach(), **others}

@@ -1,34 +1,46 @@
-"""The loss of preferences: chosen answers become more probable than rejected ones, compared with a
+"""Preferences: a chosen answer becomes more probable than a rejected one, compared with a frozen
 reference, the model before training.
 
-The distance of kto, which its paper takes from a micro-batch, is that of the optimizer step before,
-over all its micro-batches and ranks: a micro-batch's would depend on `data.micro_batch_size`, on
-the number of ranks and on who has which rows. At the first step the model is its reference, and the
-distance is 0.
+A step of DPO, of which the others are variants:
 
-The reference is the model with its adapters switched off, or a frozen copy, placed by the same
-strategy. Checkpoints contain the copy's hash only.
+    1. the reference's log-probabilities of both answers, without gradients (`has_reference`)
+    2. the model's; the differences are scores (P, 2), or the model's own without a reference
+    3. `losses` of the scores: here -log sigmoid(beta (chosen - rejected))
+    4. rewards, beta times the scores, are metrics
+
+The reference is the model with its adapters switched off, or a frozen copy (frozen.py). An
+objective of a package overrides `losses`, and `has_reference` or `of_means`.
 
 Shapes: P pairs of a micro-batch, B sequences, T tokens of a sequence, V vocabulary."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from ...checkpoint.frozen import FrozenHash, exclude_frozen
-from ...compat.transformers import without_adapters
-from ...parallel.place import place
+from ...parallel.configured import without_effect
 from ..batches.rows import PAIRS
-from ..model.reward import every_reward
+from .frozen import as_frozen, reshard
+from .objective import Batch, Measure, Objective, Source, Sums, source_kind
 
-DISTANCE = "distance._extra_state"  # in a module's state dict, of kto
+if TYPE_CHECKING:
+    from ...parallel.configured import Configured
+
+__all__ = ["Pairs"]
+
+KEY = "model.preference"
+# Shares of a fine-tuning's learning rate. Published rewards and ORPO take about a third of it:
+# OpenRLHF's 9e-6 for 8 B, ORPO's 8e-6 for 7 B (arXiv:2403.07691).
+OF_SCORES = 1 / 3
+# What moves away from a reference goes as far in few steps as in many: the rate falls with their
+# number, from a quarter, above which held-out pairs got worse (docs/finetune.md), down to what
+# thousands of steps take, 5e-7 for 8 B (Tulu 3, arXiv:2411.15124).
+OF_PREFERENCES, LARGEST_SHARE, LEAST_SHARE = 5, 1 / 4, 1 / 50
 
 
 @dataclass
@@ -53,78 +65,77 @@ class PreferenceConfig:
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
+
+class Pairs(Objective):
+    """Of two answers to a prompt the chosen one becomes more probable: define `losses`."""
+
+    learns_from: ClassVar[Source] = "pairs"
+    is_one_pass = False
+    in_chunks = False  # log-probabilities are of all tokens of an answer
+    is_cross_entropy = False
+    unit: ClassVar[Literal["tokens", "documents"]] = "documents"
+    measures = {
+        "reward_accuracy": Measure("rewards/accuracy"),
+        "reward_margin": Measure("rewards/margin"),
+    }
+    has_reference: ClassVar[bool] = True
+    of_means: ClassVar[bool] = False  # whether scores are means per token, not sums
+    beta: float = 0.1  # scale of the rewards
+
     @property
-    def has_reference(self) -> bool:
-        return self.loss in ("dpo", "ipo", "kto")
+    def label(self) -> str:
+        return "data.source Preferences"
+
+    def losses(self, scores: Tensor) -> Tensor:
+        """Returns the losses (P,) of scores (P, 2), of the chosen and the rejected answers:
+        log-probabilities, less the reference's."""
+        raise NotImplementedError(f"{type(self).__name__} has no losses: define it")
+
+    def rate_share(self, steps: float) -> float:
+        return min(LARGEST_SHARE, max(OF_PREFERENCES / max(1, steps), LEAST_SHARE))
+
+    # ---- the reference ---------------------------------------------------------------------------
+
+    def frozen_model(self, module: Any) -> Callable[[], nn.Module] | None:
+        return _copy_of(module) if self._needs_copy(module) else None
+
+    def _needs_copy(self, module: Any) -> bool:
+        """Returns whether there are no adapters that could be switched off."""
+        has_base = module.adapter is not None and not module.adapter.trainable
+        return self.has_reference and not has_base
+
+    def passes(self, module: Any, data: Any) -> tuple[float, float]:
+        return float(self.has_reference), float(self._needs_copy(module))
+
+    # ---- a micro-batch ---------------------------------------------------------------------------
+
+    def values(self, module: Any, batch: Batch) -> Sums:
+        reference: Tensor | float = 0.0
+        if self.has_reference:
+            with as_frozen(module), torch.no_grad():
+                reference, _ = log_probabilities(module, batch)
+            reshard(module.reference)
+        scores, lengths = log_probabilities(module, batch)  # (P, 2) each
+        scores = scores - reference
+        return self.values_of(module, scores, lengths, batch)
+
+    def values_of(self, module: Any, scores: Tensor, lengths: Tensor, batch: Batch) -> Sums:
+        """Returns `values` of scores (P, 2) of answers with `lengths` tokens."""
+        if self.of_means:
+            scores = scores / lengths
+        return with_rewards(self.losses(scores), self.beta * scores)
+
+    def sums(self, module: Any, batch: Batch) -> Sums:
+        return {name: values.sum() for name, values in self.values(module, batch).items()}
+
+    def count(self, batch: Batch) -> Tensor:
+        # the last batch may be padded, so that all ranks have equally many
+        return torch.full_like((batch["labels"] != -100).sum(), len(batch[PAIRS]))
 
 
-def has_pairs(data: object) -> bool:
-    return getattr(getattr(data, "source", None), "pairs", False)
-
-
-def build_reference(module: Any) -> nn.Module:
-    """Returns a frozen copy of the model at the start."""
-    model = module.build_model(module.data).requires_grad_(False)
-    module.frozen_reference = {"name": type(model).__name__}
-    return model
-
-
-def needs_copy(module: Any) -> bool:
-    """Returns whether the loss needs a reference, and no adapters can be switched off."""
-    has_base = module.adapter is not None and not module.adapter.trainable
-    return has_pairs(module.data) and module.preference.has_reference and not has_base
-
-
-def add_reference(module: Any, build: Callable[[], nn.Module]) -> None:
-    """Gives `module` the frozen model of `build` as its `reference`, placed by its own strategy."""
-    # Lightning warns of modules in eval mode, in which only the reference's passes are
-    frozen = FrozenHash()
-    module.reference = place(build, module.trainer.strategy, module.blocks, frozen).train()
-    module.frozen_reference = frozen.entry(module.frozen_reference["name"])
-    exclude_frozen(module, "reference.")
-
-
-def pair_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns values (P,) of the pairs of a micro-batch: the loss, and as metrics the rewards. A
-    reward is beta times the log-ratio of an answer's probabilities, model to reference. Equal ones
-    are half right."""
-    config = module.preference
-    reference: Tensor | float = 0.0
-    if config.has_reference:
-        with as_reference(module), torch.no_grad():
-            reference, _ = _log_probabilities(module, batch)
-        reshard(module.reference)
-    if config.loss == "reward":
-        return _values(_rewards(module, batch))
-    scores, lengths = _log_probabilities(module, batch)  # (P, 2) each
-    scores = scores - reference
-    if config.loss == "kto":
-        rewards, is_good = config.beta * scores, batch[PAIRS][:, 3] == 1
-        if module.training:
-            module.distance.add(rewards[:, 1])
-        return _rating_values(config, rewards, is_good, module.distance.value)
-    if config.loss != "dpo":
-        scores = scores / lengths
-    difference = scores[:, 0] - scores[:, 1]
-    if config.loss == "ipo":
-        losses = (difference - 1 / (2 * config.beta)).square()
-    elif config.loss == "orpo":
-        against = (
-            -scores.expm1()
-        ).log()  # of the probability that the answer is another one, per token
-        log_odds = difference - against[:, 0] + against[:, 1]
-        losses = -scores[:, 0] - config.beta * F.logsigmoid(log_odds)
-    else:
-        margin = config.margin if config.loss == "simpo" else 0.0
-        losses = -F.logsigmoid(config.beta * difference - margin)
-    return _values(config.beta * scores, losses)
-
-
-def _values(rewards: Tensor, losses: Tensor | None = None) -> dict[str, Tensor]:
-    """Returns `pair_values` of rewards (P, 2); without losses, -log sigmoid(chosen - rejected)
-    (Bradley and Terry)."""
-    if losses is None:
-        losses = -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
+def with_rewards(losses: Tensor, rewards: Tensor) -> Sums:
+    """Returns values (P,) by name: the losses, and as metrics the rewards (P, 2) of the chosen and
+    the rejected answers. Equal ones are half right."""
     chosen, rejected = rewards.detach().unbind(1)
     return {
         "loss": losses,
@@ -135,71 +146,16 @@ def _values(rewards: Tensor, losses: Tensor | None = None) -> dict[str, Tensor]:
     }
 
 
-def _rating_values(
-    config: PreferenceConfig, rewards: Tensor, is_good: Tensor, distance: Tensor
-) -> dict[str, Tensor]:
-    """Returns `pair_values` of rated answers. `rewards` (P, 2) are of the answer, and of another
-    one to its prompt. A margin is positive where the reward is on the right side of the
-    distance."""
-    margin = torch.where(is_good, 1, -1) * (rewards[:, 0] - distance)
-    weights = torch.where(is_good, config.desirable_weight, config.undesirable_weight)
-    return {
-        "loss": weights * (1 - margin.sigmoid()),
-        "rewards/margin": margin.detach(),
-        "rewards/accuracy": (1 + margin.detach().sign()) / 2,
-    }
-
-
-class Distance(nn.Module):
-    """The model's distance from the reference (arXiv:2402.01306, z0): the mean reward of other
-    answers to the prompts of the optimizer step before, if it is positive. Checkpoints have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = torch.zeros(())
-        self._sums = torch.zeros(2)  # of the present step: the rewards, and their number
-
-    def add(self, rewards: Tensor) -> None:
-        """Counts the rewards (P,) of a micro-batch's other answers."""
-        sums = torch.stack([rewards.detach().sum(), rewards.new_tensor(len(rewards))])
-        self._sums = self._sums.to(sums) + sums
-        self.value = self.value.to(sums)
-
-    def finish_step(self) -> None:
-        """Takes the mean of the step's rewards, which the next one is compared with. Collective
-        over all ranks."""
-        if dist.is_initialized():
-            dist.all_reduce(self._sums)
-        mean = (self._sums[0] / self._sums[1].clamp(min=1)).clamp(min=0)
-        self.value = torch.where(mean.isfinite(), mean, self.value)  # a step that was skipped
-        self._sums = torch.zeros_like(self._sums)
-
-    def get_extra_state(self) -> dict[str, float]:
-        return {"value": self.value.item()}
-
-    def set_extra_state(self, state: dict[str, float]) -> None:
-        self.value = torch.tensor(state["value"], device=self.value.device)
-
-    def may_be_missing(self, module: nn.Module) -> None:
-        """Lets `module` load checkpoints from before they had the distance, which was a
-        micro-batch's."""
-
-        def accept(_: nn.Module, keys: Any) -> None:
-            keys.missing_keys[:] = [name for name in keys.missing_keys if name != DISTANCE]
-
-        module.register_load_state_dict_post_hook(accept)
-
-
-def _log_probabilities(module: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def log_probabilities(module: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns the log-probability (P, 2) of each pair's answers, and their numbers of tokens."""
     labels = batch["labels"].flatten()
     logits = module(batch).float().flatten(0, 1)
-    log_probabilities = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
-    inside, _ = _inside(batch)
-    return (inside * log_probabilities).sum(-1), (inside & (labels != -100)).sum(-1)
+    values = -F.cross_entropy(logits, labels, reduction="none")  # 0 for label -100
+    inside, _ = positions_inside(batch)
+    return (inside * values).sum(-1), (inside & (labels != -100)).sum(-1)
 
 
-def _inside(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def positions_inside(batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns whether each position is in each sequence of the pairs (P, 2, B x T), and the
     positions (B x T,)."""
     labels = batch["labels"]
@@ -208,34 +164,95 @@ def _inside(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return (edges[:, :2] <= position) & (position < edges[:, 1:]), position
 
 
-def _rewards(module: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Returns the rewards (P, 2): the head's output at the last token that is not padding, as
-    transformers reads it."""
-    with every_reward(module.model):
-        outputs = module(batch).float().flatten()  # (B x T,)
-    inside, position = _inside(batch)
-    is_text = batch["input_ids"].flatten() != module.model.config.get_text_config().pad_token_id
-    return outputs[(position * (inside & is_text)).amax(-1)]
+def _copy_of(module: Any) -> Callable[[], nn.Module]:
+    """Returns what builds a frozen copy of the model at the start."""
+
+    def build() -> nn.Module:
+        model = module.build_model(module.data).requires_grad_(False)
+        module.frozen_reference = {"name": type(model).__name__}
+        return model
+
+    return build
 
 
-@contextmanager
-def as_reference(module: Any) -> Generator[None]:
-    """Inside, a forward pass of `module` is the reference's, without dropout."""
-    model, counts = module.model, module.balancer.counts_now
-    module.balancer.counts_now = False
-    module.model = reference = model if module.reference is None else module.reference
-    training = reference.training
-    reference.eval()
-    try:
-        with without_adapters(reference):
-            yield
-    finally:
-        reference.train(training)
-        module.model, module.balancer.counts_now = model, counts
+# ---- the losses of `model.preference` ------------------------------------------------------------
 
 
-def reshard(reference: nn.Module | None) -> None:
-    """Frees the outermost unit, which FSDP2 keeps for a backward pass."""
-    for unit in reference.modules() if reference is not None else ():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+class Preference(Pairs):
+    """A loss that `model.preference.loss` names."""
+
+    key: ClassVar[str] = KEY
+    reads: ClassVar[frozenset[str]] = frozenset({"loss", "beta"})  # keys that the loss reads
+
+    def __init__(self, config: PreferenceConfig) -> None:
+        self.config, self.beta = config, config.beta
+
+    def refusals(self, setup: Configured) -> Iterator[str]:
+        found = source_kind(setup.data)
+        if found == "texts":
+            why = "data.source yields no pairs: set Preferences there"
+            yield from without_effect(KEY, self.config, {"beta"}, why)
+        for loss, keys in OWN_KEYS.items():
+            if found != "texts" and not keys <= self.reads:
+                why = f"{KEY}.loss is {self.config.loss}: set {loss}"
+                yield from without_effect(KEY, self.config, keys, why)
+        if (self.learns_from == "ratings") != (found == "ratings"):
+            yield (
+                "model.preference.loss kto and data.source Ratings need each other: set both, or"
+                " neither"
+            )
+
+    def fixed_settings(self) -> dict[str, object]:
+        return {f"{KEY}.beta": self.beta}
+
+
+class Dpo(Preference):
+    """Direct preference optimization (arXiv:2305.18290)."""
+
+    def losses(self, scores: Tensor) -> Tensor:
+        return -F.logsigmoid(self.beta * difference(scores))
+
+
+class Ipo(Preference):
+    """A squared loss, which bounds the difference (arXiv:2310.12036, equation 17)."""
+
+    of_means = True
+
+    def losses(self, scores: Tensor) -> Tensor:
+        return (difference(scores) - 1 / (2 * self.beta)).square()
+
+
+class Simpo(Preference):
+    """Without a reference, and with a margin (arXiv:2405.14734)."""
+
+    has_reference, of_means = False, True
+    reads = Preference.reads | {"margin"}
+
+    def losses(self, scores: Tensor) -> Tensor:
+        return -F.logsigmoid(self.beta * difference(scores) - self.config.margin)
+
+
+class Orpo(Preference):
+    """The chosen answer's cross-entropy, and the odds ratio (arXiv:2403.07691)."""
+
+    has_reference, of_means = False, True
+
+    def losses(self, scores: Tensor) -> Tensor:
+        # of the probability that the answer is another one, per token
+        against = (-scores.expm1()).log()
+        log_odds = difference(scores) - against[:, 0] + against[:, 1]
+        return -scores[:, 0] - self.beta * F.logsigmoid(log_odds)
+
+    def rate_share(self, steps: float) -> float:
+        return OF_SCORES
+
+
+OWN_KEYS = {  # loss: the keys that it alone reads
+    "simpo": {"margin"},
+    "kto": {field.name for field in fields(PreferenceConfig) if field.name.endswith("able_weight")},
+}
+
+
+def difference(scores: Tensor) -> Tensor:
+    """Returns (P,) by how much the chosen answers' scores (P, 2) are larger."""
+    return scores[:, 0] - scores[:, 1]

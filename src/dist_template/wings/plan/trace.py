@@ -8,7 +8,6 @@ autocast keeps."""
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -25,6 +24,8 @@ from ...text.model.facts import facts_of, style_of
 from ...text.model.head import without_head
 from ...text.model.kernels import BOUNDS
 from ...text.model.quantize import quantize
+from ...text.objectives.next_token import NextToken
+from ...text.objectives.objective import objective_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ class Traced:
         if hasattr(module, "build_config") and hasattr(data, "seq_len"):
             vocab_size = _vocab_size(module, data)
             self.data = SimpleNamespace(seq_len=data.seq_len, eos_token_id=0, vocab_size=vocab_size)
-            self.data.source = getattr(data, "source", None)  # of pairs: a reward model's head
+            self.data.source = getattr(data, "source", None)  # by which an objective is chosen
             with torch.device("meta"):
                 model = module.build_network(self.data, quantized=False)
             self._blocks = find_blocks(model)
@@ -50,10 +51,9 @@ class Traced:
         self._module, self._on_gpu, self._seq_len = module, on_gpu, data.seq_len
         self._masks = getattr(data, "cross_document_attention", None) is False  # documents apart
         self.model: PreTrainedModel = model
-        # each of its modules runs a block, the last ones found
-        self._modules: Any = getattr(model, "mtp", None)
-        if self._modules is not None:
-            del self._blocks[-self._modules.depth :]
+        self._objective = objective_for(module, data) or NextToken()
+        if own := self._objective.own_blocks(self.model):
+            del self._blocks[-own:]
         self._kinds: dict[
             tuple[object, ...], list[int]
         ] = {}  # blocks with parameters of the same shapes
@@ -112,11 +112,8 @@ class Traced:
             model.get_input_embeddings().register_forward_hook(detach)
             counter = LiveBytes([*model.parameters(), *model.buffers(), tokens, bounds])
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=casts)
-            predicting = nullcontext()
-            if self._modules is not None:
-                modules = model.get_submodule("mtp")
-                predicting = modules.predicting([tokens] * modules.depth)
-            with counter, autocast, predicting, without_head(model):
+            forwarding = self._objective.forwarding(model, tokens)
+            with counter, autocast, forwarding, without_head(model):
                 batch = {"input_ids": tokens, "position_ids": tokens, BOUNDS: bounds}
                 hidden = self._module(batch)
                 kept = counter.peak = counter.live
@@ -133,8 +130,7 @@ class Traced:
         setattr(parent, name, nn.ModuleList(self._blocks[number] for number in numbers))
         made = copy.deepcopy(self.model)
         setattr(parent, name, every)
-        if self._modules is not None:
-            made.get_submodule("mtp").attach(made)  # ty: ignore[not-callable]
+        self._objective.copied(made)
         for key, parameter in made.get_submodule(path).named_parameters() if tp > 1 else ():
             style = style_of(self.model, f"{path}.{key}")
             rowwise = style == "rowwise" and parameter.ndim > 1  # its bias is of full length

@@ -16,12 +16,9 @@ from torch import Tensor
 from ....errors import InputError
 from ....progress import Progress
 from ....text.batches.rows import NOT_COUNTED
+from ....text.objectives.next_token import NextToken
+from ....text.objectives.objective import objective_of
 from ....weights import from_all_ranks
-
-# names of the metrics
-PAIR_FIGURES = {"reward_accuracy": "rewards/accuracy", "reward_margin": "rewards/margin"}
-# tokens that modules of multi-token prediction predict
-ACCEPTANCE = ("mtp_accepted", "mtp_compared")
 
 
 def _total(batches: Any) -> int | None:
@@ -31,9 +28,10 @@ def _total(batches: Any) -> int | None:
 
 
 class DocumentScores(Callback):
-    """Writes a table of the documents: name, source, bytes, tokens, and nats of the model. Of
-    pairs, nats are the loss, tokens the pairs themselves, and `reward_accuracy` and `reward_margin`
-    are columns too; of multi-token prediction ACCEPTANCE.
+    """Writes a table of the documents: name, source, bytes, tokens, and nats of the model.
+
+    Of an objective whose values are of documents, such as pairs, nats are the loss, tokens the
+    documents themselves, and its `measures` are columns too; of others, its `figures` of tokens.
 
     Args:
         path: The .parquet file to write; its index is the hash of the text."""
@@ -46,11 +44,12 @@ class DocumentScores(Callback):
         self.module: Any = pl_module
         if not (hasattr(self.data, "documents") and hasattr(pl_module, "sums")):
             raise InputError("evaluate measures texts by their likelihood; use `test` for others")
-        self.figures = ["nats", "tokens", *(PAIR_FIGURES if self.data.source.pairs else ())]
+        self.figures = ["nats", "tokens"]
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if getattr(self.module, "mtp", None):
-            self.figures += ACCEPTANCE
+        objective = self.objective = objective_of(pl_module) or NextToken()
+        self.of_documents = objective.unit == "documents"
+        self.figures += objective.measures if self.of_documents else objective.figures
         is_validation, sums = trainer.state.fn == "validate", self.module.sums
         loader: Any = trainer.val_dataloaders if is_validation else trainer.test_dataloaders
         self.documents = self.data.documents("validation" if is_validation else "test")
@@ -62,15 +61,15 @@ class DocumentScores(Callback):
         self.rows.tokens = np.arange(len(self.rows.tokens))
         self.nats: list[Tensor] = []
         self.start: int | None = 0  # of this rank's tokens in a row; None: it has no logits
-        if self.data.source.pairs:
-            self.pairs: dict[str, Tensor] = {}
-            pair_values = self.module.pair_values
+        if self.of_documents:
+            self.values: dict[str, Tensor] = {}
+            values_of = objective.values
 
-            def record_pairs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-                self.pairs = pair_values(batch)
-                return self.pairs
+            def record_values(module: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+                self.values = values_of(module, batch)
+                return self.values
 
-            self.module.pair_values = record_pairs
+            vars(objective)["values"] = record_values
             return
 
         def record(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -92,10 +91,11 @@ class DocumentScores(Callback):
     ) -> None:
         if trainer.is_global_zero:
             self.progress.step()
-        if self.data.source.pairs:
+        if self.of_documents:
             rows = [self.rows.numbers_of(row) for row in self.data.eval_rows if row >= 0]
-            values = [self.pairs["loss"], torch.ones_like(self.pairs["loss"])]
-            values += [self.pairs[name] for name in PAIR_FIGURES.values()]
+            values = [self.values["loss"], torch.ones_like(self.values["loss"])]
+            for measure in self.objective.measures.values():
+                values.append(self.values[measure.values])
             self.totals[:, np.concatenate(rows)] = torch.stack(values).double().cpu().numpy()
             return
         if not self.nats:  # a stage of a pipeline before the output layer
@@ -115,9 +115,8 @@ class DocumentScores(Callback):
         self.totals[1] += np.bincount(numbers, minlength=len(ends))
         if len(self.figures) > 2:
             numbers = np.searchsorted(ends, part["input_ids"].flatten(), side="right")
-            for row, values in zip(
-                self.totals[2:], self.module.accepted.sum(1).flatten(1).cpu(), strict=True
-            ):
+            figures = self.objective.newest_figures().flatten(1).cpu()
+            for row, values in zip(self.totals[2:], figures, strict=True):
                 row += np.bincount(numbers, values, len(ends) + 1)[: len(ends)]
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,10 +21,12 @@ from ....progress import running
 from ....project import Project
 from ....records import read_mapping, write_atomically
 from ....text.cache.token_cache import Corpus
+from ....text.objectives.next_token import NextToken
+from ....text.objectives.objective import Measure, Objective, objective_for
 from ....text.tokenizers import Pretrained
 from ..export import trained
 from . import tasks
-from .documents import ACCEPTANCE, PAIR_FIGURES, DocumentScores
+from .documents import DocumentScores
 from .models import Model, find, run_verb
 from .paired import LEAST, Comparison, compare
 
@@ -41,9 +44,10 @@ def evaluate(
     models = [run]
     if given.baseline:
         models.append(find(given.baseline, project, run.run))
-    if given.tasks and getattr(cli.model, "reads_ends", False):
-        raise InputError(f"{given.run} is a reward model, which answers no tasks: remove --tasks")
     data: Any = cli.datamodule
+    objective = objective_for(cli.model, data) or NextToken()
+    if given.tasks and objective.no_text:
+        raise InputError(f"{given.run} answers no tasks, because {objective.no_text}")
     check_size(data, split)
     folder = run.run / "evaluation"
     work = folder / f".{name}"
@@ -52,7 +56,9 @@ def evaluate(
     values: list[tuple[object, ...]] = []
     try:
         for number, model in enumerate(models):
-            tables.append(score_documents(model, split, project, work, data.text_tokenizer))
+            tables.append(
+                score_documents(model, split, project, work, data.text_tokenizer, objective)
+            )
             weights = model.folder or model.checkpoint
             if weights != "start" and given.tasks:
                 values += tasks.values_of(number, trained.load_trained(weights, project), given)
@@ -65,6 +71,7 @@ def evaluate(
         values,
         data.corpus,
         split,
+        objective.measures,
     )
 
 
@@ -82,7 +89,12 @@ def check_size(data: Any, split: str) -> None:
 
 
 def score_documents(
-    model: Model, split: str, project: Project, work: Path, tokenizer: PreTrainedTokenizerFast
+    model: Model,
+    split: str,
+    project: Project,
+    work: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    objective: Objective,
 ) -> DataFrame:
     """Returns the table of DocumentScores, of `test` or `validate` by the model's own strategy. A
     folder is evaluated in one process, with the run's token cache if it has its `tokenizer`. Raises
@@ -99,9 +111,7 @@ def score_documents(
             of_folder = {"class_path": "Pretrained", "init_args": {"path": model.folder}}
             config["data"]["tokenizer"] = of_folder
         config["model"] |= {"adapter": None, "pretrained": model.folder}
-        has_mtp = config["model"].get("mtp") is not None
-        if has_mtp and not getattr(AutoConfig.from_pretrained(model.folder), "num_mtp_layers", 0):
-            config["model"]["mtp"] = None
+        config["model"] |= objective.keys_without(AutoConfig.from_pretrained(model.folder))
         trainer |= {"devices": 1, "num_nodes": 1, "strategy": "auto"}
     kind = f"{DocumentScores.__module__}.{DocumentScores.__name__}"
     callback = {"class_path": kind, "init_args": {"path": str(scores)}}
@@ -143,24 +153,25 @@ def write(
     values: list[tuple[object, ...]],
     corpus: Corpus,
     split: str,
+    measures: Mapping[str, Measure],
 ) -> list[Comparison]:
     """Compares the models and writes `path` with .json and .parquet. Of conversations (`is_whole`)
     only some tokens count, so they are compared by tokens alone."""
     from pandas import DataFrame, concat
 
     is_whole, measured = corpus.is_whole(split), DataFrame(values, columns=tasks.COLUMNS)
-    comparisons = compared(tables, measured, is_whole) if len(tables) > 1 else []
+    comparisons = compared(tables, measured, is_whole, measures) if len(tables) > 1 else []
     models, rows = [], [measured]
     for number, (name, table) in enumerate(zip(names, tables, strict=True)):
-        figures = figures_of(table, is_whole)
+        figures = figures_of(table, is_whole, measures)
         figures |= (
             measured[measured["model"] == number].groupby("measure")["value"].mean().to_dict()
         )
         models.append({"model": name, "figures": figures, "is_baseline": number > 0})
-        for measure in ("nats", *PAIR_FIGURES, *ACCEPTANCE):
-            if measure in table:
+        for column in ("nats", *columns_of(measures)):
+            if column in table:
                 rows.append(
-                    table.assign(model=number, measure=measure, value=table[measure]).reset_index()
+                    table.assign(model=number, measure=column, value=table[column]).reset_index()
                 )
         print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in figures.items()))
     found = {"split": split, "documents": len(tables[0]), "models": models}
@@ -173,17 +184,20 @@ def write(
     return comparisons
 
 
-def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> list[Comparison]:
+def compared(
+    tables: list[DataFrame], measured: DataFrame, is_whole: bool, measures: Mapping[str, Measure]
+) -> list[Comparison]:
     """Compares by equal tokens, by bytes, which any tokenizers allow, and by tasks."""
     has_same_tokens = tables[0]["tokenizer"].iloc[0] == tables[1]["tokenizer"].iloc[0]
     if is_whole and not has_same_tokens:
         raise InputError("tokenizers differ, and of conversations only some tokens count")
-    run, baseline = (measures_of(table, is_whole) for table in tables)
+    run, baseline = (measured_in(table, is_whole, measures) for table in tables)
+    of_documents = {name for name, measure in measures.items() if not measure.weights}
     # loss and bits are one test in two units
     num_tests = len(run.keys() - {"bits_per_byte"}) + measured["measure"].nunique()
     found = []
     for name, (values, weights, lower) in run.items():
-        if name in baseline and (has_same_tokens or name in ("bits_per_byte", *PAIR_FIGURES)):
+        if name in baseline and (has_same_tokens or name in {"bits_per_byte", *of_documents}):
             found.append(compare(name, values, baseline[name].values, weights, lower, num_tests))
     for measure, rows in measured.groupby("measure"):
         by_model = rows.pivot(index="sample", columns="model", values="value").dropna()
@@ -193,7 +207,10 @@ def compared(tables: list[DataFrame], measured: DataFrame, is_whole: bool) -> li
     return found
 
 
-class Measure(NamedTuple):
+NO_MEASURES: Mapping[str, Measure] = {}
+
+
+class Measured(NamedTuple):
     """A measure of documents: a sum of values over a sum of weights, (S,) each."""
 
     values: np.ndarray
@@ -201,28 +218,38 @@ class Measure(NamedTuple):
     lower_is_better: bool = True
 
 
-def measures_of(table: DataFrame, is_whole: bool) -> dict[str, Measure]:
-    """Returns the measures of a model's documents by name; bits per byte only of text, whose tokens
-    all count."""
-    nats = table["nats"].to_numpy()
-    found = {"loss": Measure(nats, table["tokens"].to_numpy())}
-    if not is_whole:
-        found["bits_per_byte"] = Measure(nats, table["bytes"].to_numpy() * math.log(2))
-    for name in PAIR_FIGURES:
-        if name in table:
-            found[name] = Measure(
-                table[name].to_numpy(), np.ones(len(table)), lower_is_better=False
-            )
-    if set(ACCEPTANCE) <= {*table}:
-        found["mtp_acceptance"] = Measure(
-            *(table[name].to_numpy() for name in ACCEPTANCE), lower_is_better=False
-        )
+def columns_of(measures: Mapping[str, Measure]) -> list[str]:
+    """Returns the columns of an objective's measures: of one of documents, its own name."""
+    found: list[str] = []
+    for name, measure in measures.items():
+        found += [measure.values, measure.weights] if measure.weights else [name]
     return found
 
 
-def figures_of(table: DataFrame, is_whole: bool) -> dict[str, float]:
+def measured_in(
+    table: DataFrame, is_whole: bool, measures: Mapping[str, Measure]
+) -> dict[str, Measured]:
+    """Returns the measures of a model's documents by name, with those of its objective that the
+    table has; bits per byte only of text, whose tokens all count."""
+    nats = table["nats"].to_numpy()
+    found = {"loss": Measured(nats, table["tokens"].to_numpy())}
+    if not is_whole:
+        found["bits_per_byte"] = Measured(nats, table["bytes"].to_numpy() * math.log(2))
+    for name, measure in measures.items():
+        columns = columns_of({name: measure})
+        if not {*columns} <= {*table}:
+            continue
+        values, *weights = (table[column].to_numpy() for column in columns)
+        ones = np.ones(len(table))
+        found[name] = Measured(values, weights[0] if weights else ones, measure.lower_is_better)
+    return found
+
+
+def figures_of(
+    table: DataFrame, is_whole: bool, measures: Mapping[str, Measure] = NO_MEASURES
+) -> dict[str, float]:
     """Returns the value of each measure for a model."""
     return {
         name: float(one.values.sum() / one.weights.sum())
-        for name, one in measures_of(table, is_whole).items()
+        for name, one in measured_in(table, is_whole, measures).items()
     }

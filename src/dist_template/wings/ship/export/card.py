@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ....metric_names import is_own, parts_of
+from ....text.objectives.objective import objective_for
 from ...history import History, read_run
 from .onnx import EXAMPLE
 from .trained import GRAPH, Trained
@@ -26,9 +27,8 @@ def write_card(
         run = read_run(trained.run)
         title, results = run.name, sorted(trained.run.glob("evaluation/*.json"))
     parent = getattr(trained.module, "pretrained", None)
-    task = (
-        "text-classification" if getattr(trained.module, "reads_ends", False) else "text-generation"
-    )
+    objective = objective_for(trained.module, trained.data)
+    task = None if objective is None else objective.task
     if code is not EXAMPLE:  # of a module that may be for anything
         task = None
     library = "onnx" if (folder / GRAPH).is_file() else "transformers"

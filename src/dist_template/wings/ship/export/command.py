@@ -22,6 +22,7 @@ from ....errors import InputError, reason
 from ....progress import running
 from ....project import Project, program
 from ....text.model.safetensors_files import write_weights as write_pretrained
+from ....text.objectives.objective import objective_for
 from . import plain_module
 from .adapter import merge, write_adapter
 from .card import write_card
@@ -81,11 +82,10 @@ def main(argv: list[str], project: Project) -> None:
     may_be_stored = settings.to == "hf" and not getattr(cli.model, "adapter", None)
     found = trained(cli, path, run_of(path), may_be_stored)
     with written_at_once(output) as folder:
-        if not (settings.mtp and settings.to == "hf") and getattr(cli.model, "mtp", None):
-            del found.model.mtp
-            found.stored = {
-                name: each for name, each in found.stored.items() if not name.startswith("mtp.")
-            }
+        objective = objective_for(cli.model, cli.datamodule)
+        part = None if objective is None else objective.part
+        if part is not None and not (settings[part.name] and settings.to == "hf"):
+            leave_out(part.name, found)
         if settings.to == "onnx":
             form, proof = write_graph(found, settings.dtype, folder)
         else:
@@ -96,7 +96,7 @@ def main(argv: list[str], project: Project) -> None:
 
 
 class Export(WithoutTrainer):
-    """Adds eight keys to the keys of fit."""
+    """Adds its own keys to the keys of fit."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
@@ -116,25 +116,33 @@ class Export(WithoutTrainer):
             " safetensors: the weights of any other module. Default: hf, or else safetensors."
         )
         add("--to", default=None, help=to)
-        kinds = "Type of the weights in the folder; int8 with --to onnx alone."
-        add("--dtype", choices=DTYPES, default=DTYPES[0], help=kinds)
+        dtype = "Type of the weights in the folder; int8 with --to onnx alone."
+        add("--dtype", choices=DTYPES, default=DTYPES[0], help=dtype)
         add(
             "--adapter",
             choices=["peft", "merged"],
             default="peft",
             help="peft's folder, or merged into the base. --to onnx merges.",
         )
-        predicting = (
-            "Whether the folder has the modules of model.mtp, by which servers decode"
-            " speculatively."
-        )
-        add("--mtp", type=bool, default=True, help=predicting)
+        for kind in kinds():
+            if kind.part is not None:
+                add(f"--{kind.part.name}", type=bool, default=True, help=kind.part.help)
         add(
             "--max_shard_size",
             default="50GB",
             help="Largest file of weights, such as 5GB; default: transformers'.",
         )
         add("--license", default="unknown", help="Licence in the model card, as the hub names it.")
+
+
+def leave_out(name: str, found: Trained) -> None:
+    """Removes a submodule from a trained network, and its weights from those that are stored."""
+    delattr(found.model, name)
+    kept = {}
+    for key, tensor in found.stored.items():
+        if not key.startswith(f"{name}."):
+            kept[key] = tensor
+    found.stored = kept
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""The next token: each token is predicted from those before it, by cross-entropy.
+
+`TextModule.sums` has the loss of some tokens' logits, which a user's module overrides. An objective
+that changes the loss of a token overrides `blend`, and works under every strategy, because that is
+called wherever logits exist: of a micro-batch, of a chunk of it, in a pipeline's last stage.
+
+Shapes: B sequences, T tokens of a sequence, V vocabulary."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..model.head import ChunkedLoss, without_head
+from .objective import Batch, Objective, Sums
+
+__all__ = ["NextToken"]
+
+
+class NextToken(Objective):
+    """Cross-entropy of the next token."""
+
+    key: ClassVar[str] = "model.objective"
+
+    def blend(self, sums: Sums, logits: Tensor, labels: Tensor) -> Sums:
+        """Returns what is minimized and what is logged of some tokens.
+
+        Args:
+            sums: What `TextModule.sums` returns for them: the first is minimized otherwise, `loss`
+                is the cross-entropy.
+            logits: (…, V), in the type in which the network computes them.
+            labels: (…), already shifted; -100 does not count."""
+        return sums
+
+    def chunked_loss(self, module: Any) -> ChunkedLoss:
+        return ChunkedLoss(module.model, module.sums, module.loss_chunk, blend=self._own_blend())
+
+    def sums(self, module: Any, batch: Batch) -> Sums:
+        labels = batch["labels"]
+        if not module.chunked_loss.applies_to(labels):
+            logits = module(batch)
+            return self.blend(module.sums(logits, labels), logits, labels)
+        with without_head(module.model) as hidden_states:
+            hidden = hidden_states(module(batch))
+        return module.chunked_loss(hidden, labels)
+
+    def _own_blend(self) -> Callable[..., Sums] | None:
+        """Returns `blend`; None where nobody has overridden it."""
+        return None if type(self).blend is NextToken.blend else self.blend
