@@ -21,7 +21,7 @@ from dist_template.cli.verbs import verbs
 from dist_template.errors import install_command
 from tests.support.extras import without_extras, write_metadata
 from tests.support.line import OURS, command
-from tests.support.runs import PACKAGE, PROJECT, only_run, refused, run
+from tests.support.runs import PACKAGE, PROJECT, logged, only_run, refused, run
 from tests.support.wings import engine
 
 MOST_MODULES = 250  # of Python's library too; torch alone imports 1,500
@@ -358,6 +358,35 @@ def test_a_package_adds_verb_rule_hooks(site: Path, flags: Any, tmp_path: Path, 
     assert "\nsee the runbook of RuntimeError\n" in capfd.readouterr().err
     ended = (only_run(tmp_path, "second") / "ended.txt").read_text()
     assert ended.startswith("RuntimeError('stopped by the test")
+
+
+@pytest.mark.slow
+def test_a_package_adds_an_objective(site: Path, flags: Any, tmp_path: Path) -> None:
+    """Every verb takes it: one file, and one entry point."""
+    smoothed = ["--model.objective=Smoothed", "--model.objective.smoothing=0.2"]
+    entry = ["-m", PACKAGE]
+    given = [*flags, *smoothed, "--data.validation_share=0.3"]
+    shown = started(site, *entry, "plan", *given, "--memory=1GiB")
+    assert "strategy/" in shown
+    started(site, *entry, "fit", *given)
+    folder = only_run(tmp_path)
+    losses = logged(folder, "train/loss")
+    objective = logged(folder, "train/objective")
+    normalizer = logged(folder, "train/normalizer")
+    assert len(objective) == 20 and objective[20] != losses[20]
+    assert normalizer.keys() == losses.keys()
+    assert losses[20] < losses[1]
+    facts = json.loads((folder / "facts.json").read_text())["objective"]
+    assert facts["class"] == "Smoothed"
+    shown = started(site, *entry, "evaluate", str(folder), "--baseline=start", "--split=validation")
+    assert "better" in shown
+    output = tmp_path / "exported"
+    started(site, *entry, "export", str(folder), f"--output={output}")
+    assert "text-generation" in (output / "README.md").read_text()
+    shown = started(
+        site, *entry, "rehearse", *given, f"--output={tmp_path / 'small'}", "--only=loss"
+    )
+    assert "passed" in shown
 
 
 def test_what_raises_changes_nothing(site: Path, flags: Any, tmp_path: Path, capfd: Any) -> None:

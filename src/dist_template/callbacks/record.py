@@ -99,6 +99,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
             "vocab_size": getattr(config, "vocab_size", None),
         },
         "balance": balance,
+        "objective": _objective(module),
         "data": _data(data),
         "machine": _machine(trainer, hosts),
         "pipeline": run_strategy(trainer.strategy).layers.facts or {},
@@ -127,6 +128,12 @@ def _optimizers(trainer: L.Trainer) -> list[str]:
         is_wrapped = isinstance(inner, torch.optim.Optimizer)
         found.append(type(inner if is_wrapped else optimizer).__name__)
     return found
+
+
+def _objective(module: Any) -> Facts:
+    """Returns what a language model learns, of which memory and some diagnoses depend."""
+    facts = getattr(module, "objective_facts", None)
+    return facts() if callable(facts) else {}
 
 
 def _data(data: Any) -> Facts:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dist_template.text.objectives.distillation import Distillation
 from dist_template.wings.diagnose import Finding, History
 from dist_template.wings.history import Metrics
 from tests.support.fault_runs import FAULTS, HEALTHY, SEEDS
@@ -89,7 +90,8 @@ def test_the_causes_are_the_runs() -> None:
     high = found(text_run(stays, config=config))[NO_BETTER]
     assert high.causes[0].changes[0].key == "model.optim.learning_rate"
     assert "too high" in high.causes[0].sentence
-    distilled = found(text_run(stays, config={"model.distillation": {"teacher": "a"}}))[NO_BETTER]
+    learned = {"objective.no_better": Distillation.no_better}
+    distilled = found(text_run(stays, facts=learned))[NO_BETTER]
     assert "teacher is no better" in distilled.causes[0].sentence
     config = {"model.pretrained": "org/model", "model.optim.learning_rate": 3e-5}
     tuned = found(text_run(stays, config=config))[NO_BETTER]

@@ -81,6 +81,18 @@ class WithObjective(TrainingModule):
             return self.objective
         return self._of_texts if source_kind(data) == "texts" else self._of_pairs
 
+    def objective_facts(self) -> dict[str, object]:
+        """Returns what a run records of its objective."""
+        objective = self.active_objective
+        passes, frozen = objective.passes(self, self.data)
+        return {
+            "class": type(objective).__name__,
+            "in_chunks": objective.in_chunks,
+            "extra_passes": passes,
+            "frozen_copies": frozen,
+            "no_better": objective.no_better,
+        }
+
     def refusals(self, setup: Configured) -> Iterator[str]:
         """Yields a sentence for each setting of this module that cannot work."""
         if not setup.trains:

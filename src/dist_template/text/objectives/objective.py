@@ -91,7 +91,7 @@ class Objective:
 
     @property
     def label(self) -> str:
-        """Names it in a sentence."""
+        """Names it in a strategy's refusal."""
         return self.key
 
     # ---- before the start ------------------------------------------------------------------------
@@ -103,12 +103,12 @@ class Objective:
             return
         if self.learns_from == "texts":
             yield (
-                f"{self.label} learns from texts or conversations, and data.source yields {found}:"
+                f"{self.key} learns from texts or conversations, and data.source yields {found}:"
                 " remove one"
             )
         else:
             name = {"pairs": "Preferences", "ratings": "Ratings"}[self.learns_from]
-            yield f"{self.label} learns from {self.learns_from}: set data.source {name}"
+            yield f"{self.key} learns from {self.learns_from}: set data.source {name}"
 
     def fixed_settings(self) -> dict[str, object]:
         """Returns the settings that change the loss, which a resume compares."""

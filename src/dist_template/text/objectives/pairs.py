@@ -82,10 +82,6 @@ class Pairs(Objective):
     of_means: ClassVar[bool] = False  # whether scores are means per token, not sums
     beta: float = 0.1  # scale of the rewards
 
-    @property
-    def label(self) -> str:
-        return "data.source Preferences"
-
     def losses(self, scores: Tensor) -> Tensor:
         """Returns the losses (P,) of scores (P, 2), of the chosen and the rejected answers:
         log-probabilities, less the reference's."""
@@ -186,6 +182,10 @@ class Preference(Pairs):
 
     def __init__(self, config: PreferenceConfig) -> None:
         self.config, self.beta = config, config.beta
+
+    @property
+    def label(self) -> str:
+        return "data.source Preferences"
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         found = source_kind(setup.data)

@@ -142,7 +142,15 @@ def make_small(
     os.environ.pop(Variable.RUN_ID, None)
     cli = Resolved.of(["rehearse", *flags, *sizes.as_flags(options)], project)
     config = model_config(cli)
-    small = shrink(cli.resolved, config, folder, options.processes, options.keep_data, cli.model)
+    small = shrink(
+        cli.resolved,
+        config,
+        folder,
+        options.processes,
+        options.keep_data,
+        cli.model,
+        cli.datamodule,
+    )
     return cli, config, Runs(small, folder.absolute(), project, prelude)
 
 

@@ -7,13 +7,17 @@ text is generated (unless --keep_data), precision is fp32 to make results compar
 from __future__ import annotations
 
 import copy
+import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...parallel.shrunk import shrunk as shrunk_strategy
 from ...text.model.causal_lm import EXTRA
+from ...text.objectives.next_token import NextToken
+from ...text.objectives.objective import Objective, objective_for
 from .shrink_model import shrink_architecture
 
 if TYPE_CHECKING:
@@ -89,11 +93,15 @@ def shrink(
     processes: int | None = None,
     keep_data: bool = False,
     module: object = None,
+    data: object = None,
 ) -> Small:
     """Returns the small configuration of `given`, the production one with every key resolved.
+
     `folder` is the destination of text and runs. `keep_data` keeps the configured source and
-    tokenizer. Raises InputError if the strategy does not work on `processes`; None: the fewest that
+    tokenizer. `module` and `data` are the objects that `given` configures, whose objective is
+    rehearsed. Raises InputError if the strategy does not work on `processes`; None: the fewest that
     it needs."""
+    objective = objective_for(module, data) or NextToken()
     config = copy.deepcopy(given)
     for section in ("model", "data"):  # of a class without arguments there is none
         config.setdefault(section, {})
@@ -141,10 +149,10 @@ def shrink(
         config["trainer"]["sync_batchnorm"] = False
         notes.append("trainer.sync_batchnorm is off: torch computes it on GPUs alone")
     if small.is_text:
-        _shrink_data(small, folder, keep_data)
+        _shrink_data(small, folder, keep_data, objective)
     else:
         notes.append("data has no micro_batch_size: its samples and batches stay as they are")
-    _shrink_model(small, model_config, given)
+    _shrink_model(small, model_config, given, objective)
     if "watchdog" in config:
         config["watchdog"] |= {"timeout_s": HANG_S, "start_timeout_s": HANG_S}
     if "replicas" in config:
@@ -159,7 +167,7 @@ def shrink(
     return small
 
 
-def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
+def _shrink_data(small: Small, folder: Path, keep_data: bool, objective: Objective) -> None:
     data = small.config["data"]
     global_batch_size = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation
     sizes: Any = global_batch_size
@@ -178,13 +186,10 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool) -> None:
         "rank_speeds": None,  # of production's ranks
     }
     if not keep_data:
-        texts = folder.absolute() / "texts"
-        write_texts(texts, size=6 * STEPS * global_batch_size * SEQ_LEN)
-        source = {"paths": [f"{texts}/*.txt"], "separator": "\n"}
-        values["source"] = {"class_path": "TextFiles", "init_args": source}
+        num_rows = 6 * STEPS * global_batch_size
+        values["source"] = SOURCES[objective.learns_from](folder.absolute() / "texts", num_rows)
         values |= {"tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
         values |= {"validation_share": 0.1, "test_share": 0.1}
-        small.config["model"].pop("preference", None)  # the text has no pairs
     data |= {key: values[key] for key in values.keys() & data.keys()}  # a data module may lack some
 
 
@@ -210,9 +215,11 @@ def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
     return given
 
 
-def write_texts(folder: Path, size: int) -> None:
-    """Writes a deterministic text of `size` bytes whose lines are documents. Most documents are
-    shorter than a row, so that leakage between documents has an effect."""
+def write_texts(folder: Path, num_rows: int) -> Config:
+    """Writes a deterministic text of `num_rows` rows whose lines are documents, and returns the
+    source. Most documents are shorter than a row, so that leakage between documents has an
+    effect."""
+    size = num_rows * SEQ_LEN
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     lines: list[str] = []
@@ -222,9 +229,48 @@ def write_texts(folder: Path, size: int) -> None:
         lines.append(" ".join(words))
         size -= len(lines[-1]) + 1
     (folder / "texts.txt").write_text("\n".join(lines), encoding="utf-8")
+    source = {"paths": [f"{folder}/*.txt"], "separator": "\n"}
+    return {"class_path": "TextFiles", "init_args": source}
 
 
-def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Config) -> None:
+def write_pairs(folder: Path, num_rows: int) -> Config:
+    """Writes a pair of answers for each row, and returns the source."""
+    records = []
+    for prompt, good, bad in _answers(num_rows):
+        records.append({"prompt": prompt, "chosen": good, "rejected": bad})
+    return {"class_path": "Preferences", "init_args": {"paths": [_write_jsonl(folder, records)]}}
+
+
+def write_ratings(folder: Path, num_rows: int) -> Config:
+    """Writes two rated answers for each row, and returns the source."""
+    records = []
+    for prompt, good, bad in _answers(num_rows):
+        for answer in (good, bad):
+            records.append({"prompt": prompt, "completion": answer, "label": answer is good})
+    return {"class_path": "Ratings", "init_args": {"paths": [_write_jsonl(folder, records)]}}
+
+
+SOURCES = {"texts": write_texts, "pairs": write_pairs, "ratings": write_ratings}
+
+
+def _answers(number: int) -> Iterator[tuple[str, str, str]]:
+    """Yields a prompt and two answers of different lengths. Both sequences fill half a row or less,
+    in bytes, because pairs are never cut."""
+    draw = random.Random(0)
+    for index in range(number):
+        yield f"{index} ", draw.choice(WORDS), draw.choice(WORDS)[:3]
+
+
+def _write_jsonl(folder: Path, records: list[Config]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "answers.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    return str(path)
+
+
+def _shrink_model(
+    small: Small, model_config: PretrainedConfig | None, given: Config, objective: Objective
+) -> None:
     model, data, notes = small.config["model"], small.config["data"], small.notes
     if model_config is None:
         notes.append("the model is not built from model.architecture: it keeps its size")
@@ -246,7 +292,8 @@ def _shrink_model(small: Small, model_config: PretrainedConfig | None, given: Co
             rate = _shrink_phases(small, rate, 3e-3)
         values = {"learning_rate": rate, "warmup": 2 if warmup >= 1 else warmup}
         model["optim"] |= {key: values[key] for key in values.keys() & model["optim"].keys()}
-    for section, key in (("balance", "bias_update_speed"), ("mtp", "weight")):
+    for path in ("balance.bias_update_speed", *objective.phases):
+        section, _, key = path.partition(".")
         if isinstance(model.get(section), dict) and key in model[section]:
             model[section][key] = _shrink_phases(small, model[section][key])
     blocks = model.get("blocks")

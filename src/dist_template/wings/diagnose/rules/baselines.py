@@ -153,8 +153,9 @@ def _is_better_elsewhere(history: History, unigram: float) -> bool:
 
 def _why_no_better(history: History, is_plateau: bool, starts_bad: bool) -> Iterator[Cause]:
     now, usual = expected.peak_rate(history), robust.rounded(expected.usual_rate(history))
-    if history.key("model.distillation"):
-        yield Cause("The teacher is no better: evaluate it on the same data.")
+    of_objective = history.fact("objective.no_better")
+    if of_objective:
+        yield Cause(of_objective)
     if not is_plateau and expected.is_adam(history) and 0 < now < usual / LOW_RATE:
         yield Cause(
             f"The learning rate is too low: {now:.2g}, where {usual:.1g} is usual.",

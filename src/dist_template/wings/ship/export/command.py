@@ -22,6 +22,7 @@ from ....errors import InputError, reason
 from ....progress import running
 from ....project import Project, program
 from ....text.model.safetensors_files import write_weights as write_pretrained
+from ....text.objectives.keys import kinds
 from ....text.objectives.objective import objective_for
 from . import plain_module
 from .adapter import merge, write_adapter
