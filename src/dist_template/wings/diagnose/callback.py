@@ -53,9 +53,10 @@ class Diagnosis(RunCallback):
         self._add(trainer, metrics)
         if time.monotonic() - self._last >= self.every_s:
             self._diagnose(trainer)
-        counts = Counter(finding.level for finding in self._open)
-        for level in ("error", "warning") if self._history else ():
-            metrics_of(module).put(f"health/{level}s", counts[level])
+        if self._history:
+            counts = Counter(finding.level for finding in self._open)
+            for level in ("error", "warning"):
+                metrics_of(module).put(f"health/{level}s", counts[level])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._history is not None and not trainer.sanity_checking:
@@ -68,9 +69,10 @@ class Diagnosis(RunCallback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
+        # Other exceptions are crashes, whose findings hooks.py prints.
         is_decided = isinstance(exception, InputError | Ended)
-        # hooks.py prints all findings of a crash.
-        self._diagnose(trainer, prints=is_decided or not isinstance(exception, Exception))
+        is_signal = not isinstance(exception, Exception)
+        self._diagnose(trainer, prints=is_decided or is_signal)
 
     def _add(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
         if self._history is not None:
@@ -83,11 +85,13 @@ class Diagnosis(RunCallback):
         self._last = time.monotonic()
         self._history.refresh()
         self._open = diagnose(self._history)
-        console, new = console_of(trainer), []
-        if console:  # the most severe finding is the first
-            console.worst = (
-                self._open[0].title if self._open and self._open[0].level != "info" else ""
-            )
+        console = console_of(trainer)
+        if console:
+            console.worst = ""
+            # The most severe finding is the first.
+            if self._open and self._open[0].level != "info":
+                console.worst = self._open[0].title
+        new = []
         for finding in self._open:
             identity = (finding.rule, finding.level, str(finding.ranks))
             if identity not in self._reported:
@@ -95,9 +99,8 @@ class Diagnosis(RunCallback):
                 new.append(finding)
         lines = [f"diagnosis: {finding.line}" for finding in new if finding.level != "info"]
         if prints and lines:
-            text = "\n".join(
-                [*lines, f"  more: {program('diagnose')} {shlex.quote(str(self.folder))}"]
-            )
+            folder = shlex.quote(str(self.folder))
+            text = "\n".join([*lines, f"  more: {program('diagnose')} {folder}"])
             if console:
                 console.write(text)
             else:

@@ -37,9 +37,9 @@ def _findings_of(plugin: Plugin, history: History) -> list[Finding]:
     """Returns what a registered rule yields; raises what it raises, as a PluginError."""
     rule = plugin.load()
     if plugin.is_ours:
-        return [*rule(history)]
+        return list(rule(history))
     with contained(plugin, "fails"):
-        found = [*rule(history)]
+        found = list(rule(history))
         for each in found:
             if not isinstance(each, Finding) or each.level not in LEVELS:
                 raise TypeError(f"it yields {each!r:.100}, which is no Finding of a known level")
@@ -61,15 +61,17 @@ def diagnose(history: History) -> list[Finding]:
             if isinstance(error, PluginError):
                 raised = f"{error}."
             found.append(Finding(name, "info", "certain", f"the rule {name} failed", raised))
-    explained: dict[str, int] = {}  # rule -> most severe level of what explains it
-    for each in found:
-        for other in each.explains:
-            explained[other] = min(LEVELS.index(each.level), explained.get(other, len(LEVELS)))
-    kept = [
-        without_settings_in_effect(applicable(each, history), history)
-        for each in found
-        if LEVELS.index(each.level) < explained.get(each.rule, len(LEVELS))
-    ]
+    # Rule: index of the most severe level of the findings that explain it.
+    explained: dict[str, int] = {}
+    for finding in found:
+        for other in finding.explains:
+            level = LEVELS.index(finding.level)
+            explained[other] = min(level, explained.get(other, len(LEVELS)))
+    kept = []
+    for finding in found:
+        if LEVELS.index(finding.level) < explained.get(finding.rule, len(LEVELS)):
+            finding = applicable(finding, history)
+            kept.append(without_settings_in_effect(finding, history))
     return sorted(kept, key=lambda finding: finding.weight)
 
 
@@ -82,7 +84,7 @@ def without_settings_in_effect(finding: Finding, history: History) -> Finding:
 
     causes = []
     for cause in finding.causes:
-        changes = [*filter(is_new, cause.changes)]
+        changes = list(filter(is_new, cause.changes))
         if changes or not cause.changes:
             causes.append(replace(cause, changes=changes))
     return replace(finding, causes=causes)

@@ -1,4 +1,7 @@
-"""Metrics and reference values of a run, and the changes of learning rate that rules propose."""
+"""Metrics and reference values of a run, and the changes of learning rate that rules propose.
+
+First how long a run is and how far it got, then which metrics it has and when they are settled,
+then its learning rate beside the usual one, and last the causes that several rules name."""
 
 import math
 from typing import Any
@@ -11,8 +14,10 @@ from ..history import History, Series
 from . import robust
 from .finding import Cause, Change
 
-SETTLED_STEPS = 20  # after the warm-up: before, loss and gradient norms change by themselves
-FINE_TUNING = 0.1  # of the rate from scratch; OpenAI's fine-tuning guide (2021) gives 0.02 to 0.2
+# Steps after the warm-up: before them, loss and gradient norms change by themselves.
+SETTLED_STEPS = 20
+# Share of the rate from scratch; OpenAI's fine-tuning guide (2021) gives 0.02 to 0.2.
+FINE_TUNING = 0.1
 OF_ADAPTERS = 10  # times the rate of all weights, as text/auto.py has it
 WARMUP_SHARE = 0.2  # of max_steps: the longest warm-up that is proposed
 WEIGHT = 0.02  # standard deviation of an initial weight: transformers' usual initializer_range
@@ -33,9 +38,13 @@ def last_step(history: History) -> int:
 
 def progress(history: History) -> str:
     """Returns "step 20 of 100"."""
-    last, end = last_step(history), max_steps(history)
-    # Lightning counts the steps of each of several optimizers, and its end the batches
-    return f"step {last}" + f" of {end:.0f}" * (math.isfinite(end) and last <= end)
+    last = last_step(history)
+    end = max_steps(history)
+    # With several optimizers, Lightning counts the steps of each, but ends after max_steps batches:
+    # the last step exceeds the end, which is left out.
+    if math.isfinite(end) and last <= end:
+        return f"step {last} of {end:.0f}"
+    return f"step {last}"
 
 
 def max_steps(history: History) -> float:
@@ -60,7 +69,10 @@ def training_loss(history: History, of_several: bool = False) -> str:
     if not of_several and len(history.fact("training.optimizers") or ()) > 1:
         return ""
     names = history.metrics.names
-    return loss_of(names, TRAINING, "train") or loss_of(names, TRAINING, "")
+    name = loss_of(names, TRAINING, "train")
+    if not name:
+        name = loss_of(names, TRAINING, "")
+    return name
 
 
 def validation_loss(history: History) -> str:
@@ -71,8 +83,10 @@ def validation_loss(history: History) -> str:
 def is_adam(history: History) -> bool:
     """Returns whether the optimizer is a variant of Adam, for which the usual rates are known;
     language models have it unless they say otherwise."""
+    if history.is_text:
+        return True
     names = history.fact("training.optimizers")
-    return history.is_text or any("adam" in str(name).lower() for name in names or ())
+    return names is not None and any("adam" in str(name).lower() for name in names)
 
 
 def steady(history: History, name: str) -> Series:
@@ -105,9 +119,12 @@ def settled_after(history: History) -> float:
 
 def passes(history: History, step: int) -> float:
     """Returns how often the train split had been read at a step; 0 if not known."""
+    total = history.fact("data.train_tokens")
     tokens = metric(history, "train/tokens")
-    total, read = history.fact("data.train_tokens") or 0, tokens[tokens.steps <= step]
-    return read.last / total if total and len(read) else 0.0
+    read = tokens[tokens.steps <= step]
+    if not total or not len(read):
+        return 0.0
+    return read.last / total
 
 
 def usual_rate(history: History) -> float:
@@ -115,8 +132,12 @@ def usual_rate(history: History) -> float:
     0.003239 - 0.0001395 ln(N) for N parameters without embeddings (Kaplan et al., arXiv:2001.08361,
     appendix D.6), right within a factor of a few; less from pretrained weights, and ten times that
     for adapters."""
-    parameters = history.fact("parameters.total", 1e7) - (history.fact("parameters.embedding") or 0)
-    rate = max(0.003239 - 0.0001395 * math.log(max(parameters, 1000)), 2e-5)  # the fit ends at 10 B
+    parameters = history.fact("parameters.total", 1e7)
+    embedding = history.fact("parameters.embedding")
+    if embedding:
+        parameters -= embedding
+    # The fit ends at 10 billion parameters, where it gives 2e-5.
+    rate = max(0.003239 - 0.0001395 * math.log(max(parameters, 1000)), 2e-5)
     if history.key("model.pretrained"):
         rate *= FINE_TUNING
     if history.key("model.adapter"):
@@ -127,17 +148,20 @@ def usual_rate(history: History) -> float:
 def highest(given: Any) -> float:
     """Returns a key's value, or the highest of its phases by consumed tokens; 0 of another type,
     which a key of a user's own class may have."""
+    values = [given]
     if isinstance(given, list):
         values = [phase.get("value") for phase in given if isinstance(phase, dict)]
-        return max((value for value in values if isinstance(value, int | float)), default=0.0)
-    return given if isinstance(given, int | float) else 0.0
+    return max((value for value in values if isinstance(value, int | float)), default=0.0)
 
 
 def peak_rate(history: History) -> float:
     """Returns the configured peak learning rate, or else the highest one recorded; 0 if neither is
     known."""
+    configured = highest(history.key("model.optim.learning_rate"))
+    if configured:
+        return configured
     recorded = metric(history, "train/learning_rate").values
-    return highest(history.key("model.optim.learning_rate")) or float(recorded.max(initial=0.0))
+    return float(recorded.max(initial=0.0))
 
 
 def rate_is_high(history: History) -> bool:
@@ -148,15 +172,17 @@ def rate_is_high(history: History) -> bool:
 def lower_rate(history: History, stable_until: float = math.inf) -> list[Change]:
     """Proposes a lower peak learning rate: if `stable_until`, the last step at which training was
     stable, is in the warm-up, at most half of its rate."""
-    now, usual = peak_rate(history), usual_rate(history)
+    now = peak_rate(history)
+    usual = usual_rate(history)
     rates = metric(history, "train/learning_rate")
     if not now:
         return []
     to = usual if now > 3 * usual else now / 3
     if stable_until < warmup_steps(history) and len(rates):
         index = max(0, int(np.searchsorted(rates.steps, stable_until, side="right")) - 1)
-        stable = float(rates.values[index])  # 0 in the first step of a warm-up
-        to = min(to, stable / 2) if stable else to
+        stable = float(rates.values[index])
+        if stable:  # 0 in the first step of a warm-up
+            to = min(to, stable / 2)
     return [Change("model.optim.learning_rate", now, robust.rounded(to))]
 
 
@@ -168,8 +194,9 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
         compared = f": {now:.2g}, where {usual:.1g} is usual"
     causes = [Cause(f"The learning rate is too high{compared}.", lower_rate(history, stable_until))]
     # AdamW's second moment needs 2 / (1 - beta2) steps (arXiv:1910.04209).
-    betas, warmup = _betas(history), warmup_steps(history)
-    longer = max(2 / (1 - min(betas[1], 0.9999)), 2 * warmup)
+    warmup = warmup_steps(history)
+    beta2 = min(_betas(history)[1], 0.9999)
+    longer = max(2 / (1 - beta2), 2 * warmup)
     longer = round(min(longer, WARMUP_SHARE * max_steps(history)))
     if longer > warmup and stable_until <= settled_after(history) + 2 * SETTLED_STEPS:
         change = Change("model.optim.warmup", history.key("model.optim.warmup", 0), longer, "steps")
@@ -182,31 +209,40 @@ def instability_causes(history: History, stable_until: float = math.inf) -> list
 
 def _betas(history: History) -> tuple[float, ...]:
     given = history.key("model.optim.betas")
-    if isinstance(given, list | tuple) and all(isinstance(beta, int | float) for beta in given):
-        return (*given, 0.95) if len(given) < 2 else (*given,)
-    return (0.9, 0.95)
+    if not isinstance(given, list | tuple):
+        return (0.9, 0.95)
+    if not all(isinstance(beta, int | float) for beta in given):
+        return (0.9, 0.95)
+    if len(given) < 2:
+        return (*given, 0.95)
+    return tuple(given)
 
 
 def damaged_samples(history: History, key: str, sentence: str) -> Cause:
     """Returns the cause that samples are damaged, with the policy `key` that skips such steps
     unless the run has it."""
-    if (now := history.key(key)) == "skip":
+    now = history.key(key)
+    if now == "skip":
         return Cause(f"{sentence}; such steps are skipped.")
     return Cause(f"{sentence}, or skip such steps.", [Change(key, now, "skip")])
 
 
 def not_clipped(history: History) -> list[Cause]:
     """Returns the cause that gradients are not clipped, if they are not."""
-    if history.key("trainer.gradient_clip_val", 1.0) or history.fact("training.is_manual"):
-        return []  # Lightning clips nothing under manual optimization
+    if history.key("trainer.gradient_clip_val", 1.0):
+        return []
+    if history.fact("training.is_manual"):  # Lightning then clips nothing, whatever the key says
+        return []
     clip = Change("trainer.gradient_clip_val", None, 1.0)
     return [Cause("Gradients are not clipped.", [clip])]
 
 
 def known_waits(history: History) -> list[Cause]:
     """Returns the cause that `rehearse --gpu` has found in the code of the run, if any."""
-    lines = "; ".join(history.fact("training.waits") or [])
-    return [Cause(f"The host waits for the device in each step: {lines}.")] * bool(lines)
+    waits = history.fact("training.waits")
+    if not waits:
+        return []
+    return [Cause(f"The host waits for the device in each step: {'; '.join(waits)}.")]
 
 
 def bf16(history: History) -> Change:

@@ -56,9 +56,8 @@ class Finding:
     title: str  # what is wrong, in a few words, without figures
     evidence: str  # what was observed, in one or two sentences: values, steps, ranks
     causes: Sequence[Cause] = ()  # the likeliest first
-    steps: tuple[int, int] | None = (
-        None  # the first and the last that show it; None: it is not about steps
-    )
+    # The first and the last step that show it; None: it is not about steps.
+    steps: tuple[int, int] | None = None
     ranks: Sequence[int] = ()  # that show it; (): all, or not known
     # rules whose findings are consequences, and dropped
     explains: Sequence[str] = field(default=(), compare=False)
@@ -76,7 +75,8 @@ class Finding:
             first, last = self.steps
             parts.append(f"steps {first} to {last}" if first < last else f"step {first}")
         if self.ranks:
-            parts.append(f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}")
+            noun = "ranks" if len(self.ranks) > 1 else "rank"
+            parts.append(f"{noun} {', '.join(map(str, self.ranks))}")
         return ", ".join(parts)
 
     @property
@@ -101,7 +101,8 @@ def counted(findings: Sequence[Finding]) -> str:
     """Returns "1 error, 2 warnings"."""
     parts = []
     for level, number in Counter(finding.level for finding in findings).items():
-        parts.append(f"{number} {level}{'s' * (number > 1)}")
+        plural = "s" if number > 1 else ""
+        parts.append(f"{number} {level}{plural}")
     return ", ".join(parts)
 
 

@@ -1,4 +1,9 @@
-"""The figures of a run on which its memory depends, with its keys or with changed ones; no torch.
+"""Estimates a run's memory, with its own keys or with changed ones; without torch.
+
+1  `figures_of` collects what memory depends on: facts that the run recorded, keys of its
+   configuration, and the changes of keys that a rule proposes.
+2  The run's strategy turns these figures into bytes of parameters, gradients, optimizer state,
+   activations and logits (`parts_of`).
 
 `parallel/estimates/` has the formulas; tests/wings/diagnose/test_diagnosis_faults.py compares them
 with tensors."""
@@ -16,37 +21,55 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
     """Returns the strategy of a run, which needs the fact parameters.total, and the figures that
     its memory is computed from. `changes` are keys whose values differ from the run's
     configuration."""
-    changed = changes or {}
+    changed = changes if changes is not None else {}
 
     def key(path: str, default: object = None) -> Any:
-        return changed.get(path, history.key(path, default))
+        if path in changed:
+            return changed[path]
+        return history.key(path, default)
 
-    def number(path: str, default: int) -> Any:  # another type in a user's own class
-        return changed[path] if path in changed else history.number(path, default)
+    # A user's own class may have this key with a value of another type.
+    def number(path: str, default: int) -> Any:
+        if path in changed:
+            return changed[path]
+        return history.number(path, default)
 
-    def fact(path: str) -> int:
-        return history.fact(path) or 0
+    def fact(path: str, default: int = 0) -> int:
+        known = history.fact(path)
+        return known if known else default
 
-    total, chosen = fact("parameters.total"), str(key("optimizer") or key("model.optim.optimizer"))
-    return estimate_of(history.key("trainer.strategy"), changed), Facts(
-        world_size=fact("machine.world_size") or 1,
+    sharding = estimate_of(history.key("trainer.strategy"), changed)
+    total = fact("parameters.total")
+    # The user's optimizer is at the top of the configuration, the library's in the module.
+    optimizer = key("optimizer")
+    if not optimizer:
+        optimizer = key("model.optim.optimizer")
+    # Only Muon keeps other state for matrices than for other parameters.
+    matrices = 0
+    if "muon" in str(optimizer).lower():
+        matrices = fact("parameters.matrices")
+    precision = key("trainer.precision")
+    loss_chunk = number("model.loss_chunk", 0)
+    pipeline = history.fact("pipeline")
+    return sharding, Facts(
+        world_size=fact("machine.world_size", 1),
         parameters=total,
-        trainable=fact("parameters.trainable") or total,
+        trainable=fact("parameters.trainable", total),
         in_4_bits=fact("parameters.in_4_bits"),
-        matrices=fact("parameters.matrices") * ("muon" in chosen.lower()),
+        matrices=matrices,
         embedding=fact("parameters.embedding"),
         layers=max(fact("model.layers") + fact("model.predicted"), 1),
         predicted=fact("model.predicted"),
         width=fact("model.width"),
         vocab_size=fact("model.vocab_size"),
-        precision=str(key("trainer.precision") or "32-true"),
+        precision=str(precision) if precision else "32-true",
         checkpointing=key("model.blocks.checkpointing", "none"),
         micro_batch_size=number("data.micro_batch_size", 1),
         seq_len=number("data.seq_len", 0),
         global_batch_size=int(highest(key("data.global_batch_size", 0))),
-        loss_chunk=number("model.loss_chunk", 0) or None,
+        loss_chunk=loss_chunk if loss_chunk else None,
         on_host=history.fact("machine.device", "cpu") == "cpu",
-        pipeline=history.fact("pipeline") or None,
+        pipeline=pipeline if pipeline else None,
     )
 
 
@@ -60,4 +83,6 @@ def parts_of(history: History, changes: dict[str, Any] | None = None) -> dict[st
 
 
 def as_size(size: float) -> str:
-    return f"{size / GIB:.3g} GiB" if size >= GIB / 10 else f"{size / 2**20:.3g} MiB"
+    if size >= GIB / 10:
+        return f"{size / GIB:.3g} GiB"
+    return f"{size / 2**20:.3g} MiB"

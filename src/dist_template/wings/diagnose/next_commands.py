@@ -16,8 +16,10 @@ TEXT = "data.tokenizer"  # a key of runs of language models, which can be served
 
 def next_commands(history: History) -> dict[str, str]:
     """Returns what each command does, and the command."""
-    run, found = _typed(history.folder), dict[str, str]()
-    file, exported = (_typed(history.folder / name) for name in ("config.yaml", EXPORTED))
+    found: dict[str, str] = {}
+    run = _typed(history.folder)
+    file = _typed(history.folder / "config.yaml")
+    exported = _typed(history.folder / EXPORTED)
     if any(history.folder.glob("events.out.tfevents.*")):
         found["TensorBoard"] = f"tensorboard --logdir {_typed(history.folder.parent)}"
     if not _has_checkpoint(history):
@@ -31,10 +33,12 @@ def next_commands(history: History) -> dict[str, str]:
     elif any(parts_of(name).stage == "validation" for name in history.metrics.names):
         found["evaluate"] = f"{program('evaluate')} {run} --baseline start"
     last = expected.last_step(history)
-    if last and (history.key("trainer.max_steps") or -1) > 0:
+    max_steps = history.key("trainer.max_steps")
+    max_epochs = history.key("trainer.max_epochs")
+    if last and max_steps is not None and max_steps > 0:
         more = f"--trainer.max_steps {2 * last}"
     else:
-        more = f"--trainer.max_epochs {2 * int(history.key('trainer.max_epochs') or 1)}"
+        more = f"--trainer.max_epochs {2 * int(max_epochs if max_epochs else 1)}"
     found["continue training"] = f"{program('fit')} {config} {more}"
     return found
 
@@ -42,10 +46,17 @@ def next_commands(history: History) -> dict[str, str]:
 def _typed(folder: Path) -> str:
     """Returns the folder as a user in the current one types it, quoted for a shell."""
     here = Path.cwd()
-    text = str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
-    return shlex.quote(f"./{text}" if text.startswith("-") else text)
+    if folder.is_relative_to(here):
+        folder = folder.relative_to(here)
+    text = str(folder)
+    if text.startswith("-"):  # else a flag
+        text = f"./{text}"
+    return shlex.quote(text)
 
 
 def _has_checkpoint(history: History) -> bool:
-    given = str(history.key("last_checkpoint.dirpath") or "{run}/checkpoints")
-    return any(Path(given.replace("{run}", str(history.folder))).glob("*.ckpt"))
+    given = history.key("last_checkpoint.dirpath")
+    if not given:
+        given = "{run}/checkpoints"
+    folder = Path(str(given).replace("{run}", str(history.folder)))
+    return any(folder.glob("*.ckpt"))

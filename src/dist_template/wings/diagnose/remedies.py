@@ -35,8 +35,10 @@ class MemoryUse:
     @property
     def missing(self) -> float:
         """Bytes that must be freed for a step to fit; 0 if not known."""
+        if not self.limit:
+            return 0.0
         needed = sum(self.needed.values())
-        return max(0.0, needed - (1 - SPARE) * self.limit) if self.limit else 0.0
+        return max(0.0, needed - (1 - SPARE) * self.limit)
 
     def frees(self, changes: dict[str, Any]) -> float:
         """Returns the bytes that the run needs less with these values of keys."""
@@ -59,7 +61,11 @@ def memory_use(
     `is_first`: no optimizer step had been completed, which creates AdamW's state."""
     sharding, run = figures_of(history)
     estimated, parts = parts_of(history), sharding.state(run)
-    measured = {name: GIB * (memory.get(f"{name}_gib") or 0.0) for name in MEASURED}
+    measured = dict.fromkeys(MEASURED, 0.0)
+    for name in MEASURED:
+        size_gib = memory.get(f"{name}_gib")
+        if size_gib is not None:
+            measured[name] = GIB * size_gib
     used, limit = measured["used"], measured["total"]
     if not used:
         return MemoryUse(history, estimated, estimated, limit)
@@ -89,21 +95,21 @@ def remedies(use: MemoryUse) -> list[Cause]:
         if not use.history.is_text and not all(map(use.history.has_key, saving.changes)):
             continue
         freed = use.frees({key: to for key, (_, to) in saving.changes.items()})
+        if freed <= WORTH * use.total:
+            continue
         note = f"frees {freed / GIB:.1f} GiB"
         if freed >= use.missing > 0:
             note += ", enough, by estimate" if use.is_first else ", enough by itself"
-        if freed > WORTH * use.total:
-            changes = []
-            for key, (now, to) in saving.changes.items():
-                changes.append(Change(key, now, to, "" if changes else note))
-            found.append(Cause(saving.sentence, changes))
-    if (unused := use.parts.get("fragmentation", 0.0)) > SPARE * use.total:
+        changes = []
+        for key, (now, to) in saving.changes.items():
+            changes.append(Change(key, now, to, note))
+            note = ""  # the first change of a cause has the note
+        found.append(Cause(saving.sentence, changes))
+    unused = use.parts.get("fragmentation", 0.0)
+    if unused > SPARE * use.total:
+        sentence = f"{unused / GIB:.1f} GiB are reserved but unused, between tensors: set"
         variable = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
-        found.append(
-            Cause(
-                f"{unused / GIB:.1f} GiB are reserved but unused, between tensors: set {variable}."
-            )
-        )
+        found.append(Cause(f"{sentence} {variable}."))
     return found
 
 
@@ -125,8 +131,10 @@ def _savings(use: MemoryUse) -> Iterator[Saving]:
     if not run.loss_chunk or run.loss_chunk > LOSS_CHUNK:
         sentence = "Logits for some tokens at a time: same loss curve, same speed."
         yield Saving(sentence, {"model.loss_chunk": (run.loss_chunk, LOSS_CHUNK)})
-    if (size := run.micro_batch_size) > 1:
-        to = size - 1  # the largest divisor that fits, else 1: the global batch stays a multiple
+    size = run.micro_batch_size
+    if size > 1:
+        # The largest divisor that fits, else 1: the global batch stays a multiple.
+        to = size - 1
         while to > 1 and (size % to or use.frees({"data.micro_batch_size": to}) < use.missing):
             to -= 1
         now = max(sharding.rows(run) // size, 1)

@@ -48,20 +48,18 @@ def binned(series: Series) -> Series:
     """Returns the medians of at most `NUM_BINS` equal parts."""
     if len(series) <= NUM_BINS:
         return series
-    parts = np.array_split(np.arange(len(series)), NUM_BINS)
-    return Series(
-        *(
-            np.array([median(column[part]) for part in parts])
-            for column in (series.steps, series.values)
-        )
-    )
+    steps = np.array_split(series.steps, NUM_BINS)
+    values = np.array_split(series.values, NUM_BINS)
+    return Series(np.array(list(map(median, steps))), np.array(list(map(median, values))))
 
 
 def rising_share(series: Series) -> float:
     """Returns the share of pairs whose later median is higher: 0.5 without a trend, at most 1."""
     values = binned(series).values
     first, second = np.triu_indices(len(values), 1)
-    return float(np.mean(np.sign(values[second] - values[first]) + 1) / 2) if len(first) else 0.5
+    if not len(first):
+        return 0.5
+    return float(np.mean(np.sign(values[second] - values[first]) + 1) / 2)
 
 
 def rounded(value: float) -> float:

@@ -24,18 +24,21 @@ def main(argv: list[str], project: Project) -> None:
     how = "where the page loads plotly.js from, see run.plotly; default: as in the first run"
     parser.add_argument("--plotly", choices=("shared", "inline", "cdn"), help=how)
     given = parser.parse_args(flags)
-    runs = [*map(_run, given.runs)]
+    runs = [_run(folder) for folder in given.runs]
     if verb == "compare" and len(runs) < 2:
         raise InputError(f"compare got one run, {runs[0]}; give two or more, or use `report`")
     if len({run.resolve() for run in runs}) < len(runs):
         raise InputError("a run is given twice; give each once")
-    output = given.output or Path(os.path.commonpath([run.absolute() for run in runs]))
+    output = given.output
+    if output is None:
+        output = Path(os.path.commonpath([run.absolute() for run in runs]))
     try:
         with of_any_types(runs):
             histories, findings = write(runs, output, given.plotly)
     except OSError as error:
-        why = f"{output}: {error}; give --output"
-        raise InputError(f"the report cannot be written into {why}") from error
+        raise InputError(
+            f"the report cannot be written into {output}: {error}; give --output"
+        ) from error
     if verb == "compare":
         for table in tables(histories, names_of(histories)):
             print(f"\n{table.as_text()}")
@@ -47,7 +50,9 @@ def main(argv: list[str], project: Project) -> None:
 def _run(folder: Path) -> Path:
     """Returns a run's folder, which may lack its configuration; else the newest run below it."""
     copy = Path(local_copy(folder))
-    return copy if last_write(copy) is not None else newest(copy)
+    if last_write(copy) is not None:
+        return copy
+    return newest(copy)
 
 
 def compare(argv: list[str], project: Project) -> None:

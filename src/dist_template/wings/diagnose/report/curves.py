@@ -1,6 +1,11 @@
-"""Curves of metrics over optimizer steps, as traces of plotly."""
+"""Curves of metrics over optimizer steps, as traces of plotly.
+
+`panels` distributes the metrics of all runs over panels: losses first, then the library's other
+metrics (PANELS), then those that a module has logged. `figures` makes a trace of each metric and
+run that has a finite value."""
 
 import html
+from itertools import islice
 
 from ....errors import with_codes
 from ....metric_names import is_own, parts_of
@@ -43,14 +48,16 @@ Trace = dict[str, object]
 def figures(histories: list[History], names: list[str]) -> dict[str, list[Trace]]:
     """Returns the traces of each panel that has a finite value, by its title."""
     found: dict[str, list[Trace]] = {}
+    is_compared = len(histories) > 1
     for title, metrics in panels(histories).items():
         for number, metric in enumerate(metrics):
             for run, history in enumerate(histories):
-                trace = _trace(history, metric, len(histories) > 1, run, number)
-                if trace:
-                    name = metric if len(histories) == 1 else f"{names[run]} {metric}"
-                    trace["name"] = html.escape(with_codes(name))
-                    found.setdefault(title, []).append(trace)
+                trace = _trace(history, metric, is_compared, run, number)
+                if not trace:
+                    continue
+                name = f"{names[run]} {metric}" if is_compared else metric
+                trace["name"] = html.escape(with_codes(name))
+                found.setdefault(title, []).append(trace)
     return found
 
 
@@ -58,33 +65,44 @@ def panels(histories: list[History]) -> dict[str, tuple[str, ...]]:
     """Returns the metrics of each panel by its title: the library's, then those that the modules
     have logged, with the stages of one measure (train_acc, val_acc) in one panel."""
     drawn = NOT_DRAWN.union(*PANELS.values())
-    losses, by_measure = [*PANELS[OF_TEXT]], dict[str, list[str]]()
+    losses = list(PANELS[OF_TEXT])
+    by_measure: dict[str, list[str]] = {}
     for history in histories:
         for metric in filter(is_own, history.metrics.names):
-            parts = parts_of(metric)
             if metric in drawn:
                 continue
             drawn.add(metric)
+            parts = parts_of(metric)
             if parts.is_loss and parts.stage != "test":
                 losses.append(metric)
+            elif history.is_text or not parts.stage:
+                by_measure.setdefault(metric, []).append(metric)
             else:
-                alone = history.is_text or not parts.stage
-                by_measure.setdefault(metric if alone else parts.measure, []).append(metric)
-    own: dict[str, tuple[str, ...]] = {}
-    for measure, metrics in [*by_measure.items()][:MOST_PANELS]:
-        own[measure if len(metrics) > 1 else metrics[0]] = (*metrics,)
+                by_measure.setdefault(parts.measure, []).append(metric)
     are_texts = all(history.is_text for history in histories)
-    rest = {title: metrics for title, metrics in PANELS.items() if title != OF_TEXT}
-    return {OF_TEXT if are_texts else LOSS: (*losses,)} | rest | own
+    found = {OF_TEXT if are_texts else LOSS: tuple(losses)}
+    for title, metrics in PANELS.items():
+        if title != OF_TEXT:
+            found[title] = metrics
+    for measure, own in islice(by_measure.items(), MOST_PANELS):
+        # A measure of a single stage is named as the module logged it.
+        title = measure if len(own) > 1 else own[0]
+        found[title] = tuple(own)
+    return found
 
 
 def _trace(history: History, metric: str, is_compared: bool, run: int, number: int) -> Trace:
-    """Returns a curve, {} without a finite value; NaN and infinities are gaps. Colours are the
-    metrics of one run, or several runs, with dashed metrics."""
+    """Returns a curve, {} without a finite value; NaN and infinities are gaps.
+
+    The metrics of one run differ in colour. Of several runs, each has a colour, and the metrics of
+    a panel differ in their dashes."""
     series = history.metrics[metric]
     if not len(series.finite()):
         return {}
-    colour, dash = (run, number) if is_compared else (number, 0)
+    if is_compared:
+        colour, dash = run, number
+    else:
+        colour, dash = number, 0
     return {
         "type": "scatter",
         "x": series.steps.tolist(),

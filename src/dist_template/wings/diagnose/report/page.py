@@ -1,7 +1,9 @@
 """Writes report.html about one run or several.
 
-page.html is a Jinja template, which escapes all texts of a run (names, messages); plotly draws the
-curves."""
+1  The runs are read, and the rules of diagnosis run over each (`write`).
+2  plotly.js is put where the page finds it: in the page, beside it, or on plotly's server (`link`).
+3  page.html, a Jinja template, gets findings, curves and tables, and escapes all texts of a run,
+   such as names and messages (`page`). plotly draws the curves; plain.py does without it."""
 
 import os
 from pathlib import Path
@@ -81,17 +83,19 @@ def link(where: str, history: History, output: Path) -> str:
     Outside it is next to the page."""
     from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
-    name, output = f"plotly-{get_plotlyjs_version()}.min.js", output.absolute()
     if where == "inline":
         return ""
+    name = f"plotly-{get_plotlyjs_version()}.min.js"
     if where == "cdn":
         return f"https://cdn.plot.ly/{name}"
+    output = output.absolute()
     folder = output
     # A run names its root: it is used only if this run is in it, at the place that it names.
-    below = Path(str(history.key("run.root", ""))).name, str(history.key("run.name", ""))
+    root_name = Path(str(history.key("run.root", ""))).name
+    run_name = str(history.key("run.name", ""))
     for parent in output.parents:
-        if below[0] and parent.name == below[0]:
-            if parent / below[1] / history.folder.name == history.folder.absolute():
+        if root_name and parent.name == root_name:
+            if parent / run_name / history.folder.name == history.folder.absolute():
                 folder = parent
             break
     if not (folder / name).exists():
@@ -108,23 +112,19 @@ def page(histories: list[History], findings: list[list[Finding]], link: str = ""
     names = names_of(histories)
     runs = []
     for history, name, found in zip(histories, names, findings, strict=True):
-        runs.append(
-            {
-                "name": name,
-                "progress": progress(history),
-                "counted": counted(found),
-                "findings": found,
-            }
-        )
-    environment = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, finalize=_without_controls
-    )
+        run = {"name": name, "progress": progress(history)}
+        runs.append({**run, "counted": counted(found), "findings": found})
+    title = names[0] if len(runs) == 1 else f"{len(runs)} runs compared"
+    css = (FOLDER / "page.css").read_text("utf-8")
+    library = "" if link else get_plotlyjs()
+    loader = FileSystemLoader(FOLDER)
+    environment = Environment(loader=loader, autoescape=True, finalize=_without_controls)
     return environment.get_template("page.html").render(
-        title=names[0] if len(runs) == 1 else f"{len(runs)} runs compared",
-        css=Markup((FOLDER / "page.css").read_text("utf-8")),
+        title=title,
+        css=Markup(css),
         link=link,
         inline=f"{program('report')} RUN --plotly inline",
-        library=Markup("" if link else get_plotlyjs()),
+        library=Markup(library),
         runs=runs,
         figures=figures(histories, names),
         drawn=_drawn,
@@ -136,7 +136,9 @@ def _without_controls(value: object) -> object:
     """Returns a run's text with control characters as codes: marks that reverse the direction of
     text would make a page show another name or command than it has."""
     is_ours = hasattr(value, "__html__")  # style sheet, script and figures
-    return with_codes(value) if isinstance(value, str) and not is_ours else value
+    if isinstance(value, str) and not is_ours:
+        return with_codes(value)
+    return value
 
 
 def _drawn(traces: list[Trace], number: int) -> str:

@@ -1,4 +1,7 @@
-"""The tables of a report, with a column for each run."""
+"""The tables of a report, with a column for each run, in the order of the page.
+
+A function for each table collects what is known of a run as {name of the row: value}; `_rows`
+writes a row for each name that any run has. Tables without rows are left out."""
 
 from collections.abc import Collection
 from datetime import timedelta
@@ -62,21 +65,16 @@ def _next(histories: list[History]) -> Table:
 def tables(histories: list[History], names: list[str]) -> list[Table]:
     """Returns the tables that have rows."""
     environments = [flatten(history.environment) for history in histories]
+    head = ["", *names]
     made = [
-        Table("Results", ["", *names], _rows([_results(history) for history in histories])),
+        Table("Results", head, _rows(list(map(_results, histories)))),
         _at_equal_length(histories, names),
-        Table(
-            "Where the time went", ["", *names], _rows([_goodput(history) for history in histories])
-        ),
-        Table(
-            "Values by consumed tokens",
-            ["", *names],
-            _rows([_phases(history) for history in histories]),
-        ),
+        Table("Where the time went", head, _rows(list(map(_goodput, histories)))),
+        Table("Values by consumed tokens", head, _rows(list(map(_phases, histories)))),
         _next(histories),
         _settings(histories, names),
         _events(histories, names),
-        Table("Environment", ["", *names], _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),
+        Table("Environment", head, _differing(environments, OF_AN_ATTEMPT, ENVIRONMENT)),
     ]
     return [table for table in made if table.rows]
 
@@ -86,22 +84,27 @@ def _results(history: History) -> dict[str, object]:
     they are known."""
     found: dict[str, object] = {"optimizer steps": f"{last_step(history):,}"}
     for name, fact in FACTS.items():
-        if known := history.fact(fact):
+        known = history.fact(fact)
+        if known:
             found[name] = known
-    logged = [*filter(_is_result, history.metrics.names)]
+    logged = list(filter(_is_result, history.metrics.names))
     for name in logged[:MOST_RESULTS]:
         found[name] = f"{history.metrics[name].last:.5g}"
     if len(logged) > MOST_RESULTS:
         more = len(logged) - MOST_RESULTS
         found["further metrics"] = f"{more:,}, in {RunFile.METRICS}"
     validated = validation_loss(history)
-    if len(losses := history.metrics[validated].finite()):
+    losses = history.metrics[validated].finite()
+    if len(losses):
         found[f"{validated}, lowest"] = f"{losses.values.min():.5g}"
     for name, (metric, form) in SPEEDS.items():
         values = history.metrics[metric].finite().values
-        if len(values):  # the first one includes the warm-up
-            found[name] = form.format(np.median(values[min(1, len(values) - 1) :]))
-    if len(memory := history.metrics["memory/reserved_gib"].finite()):
+        if len(values) > 1:
+            values = values[1:]  # the first one includes the warm-up of kernels
+        if len(values):
+            found[name] = form.format(np.median(values))
+    memory = history.metrics["memory/reserved_gib"].finite()
+    if len(memory):
         found["memory, most"] = f"{memory.values.max():.1f} GiB"
     if history.goodput:
         total_s = sum(history.goodput.values())
@@ -130,40 +133,44 @@ def _at_equal_length(histories: list[History], names: list[str]) -> Table:
         ends.append(known.last if len(known) else 0.0)
     least = min(ends)
     columns: list[dict[str, object]] = []
-    for history in histories if len(histories) > 1 and least else ():
-        known = history.metrics[counter].finite()
-        columns.append({})
-        for name in _compared(history):
-            series = history.metrics[name]
-            seen = np.interp(series.steps, [0, *known.steps], [0.0, *known.values])
-            reached = series[seen <= least * (1 + 1e-9)]
-            if len(reached):
-                columns[-1][name] = f"{reached.last:.5g}"
-    return Table(
-        f"At {least:,.0f} {unit}, the length of the shortest run", ["", *names], _rows(columns)
-    )
+    if len(histories) > 1 and least:
+        columns = [_losses_at(least, counter, history) for history in histories]
+    title = f"At {least:,.0f} {unit}, the length of the shortest run"
+    return Table(title, ["", *names], _rows(columns))
+
+
+def _losses_at(count: float, counter: str, history: History) -> dict[str, object]:
+    """Returns the last value of each compared metric before `counter` exceeds `count`."""
+    found: dict[str, object] = {}
+    counted = history.metrics[counter].finite()
+    for name in _compared(history):
+        series = history.metrics[name]
+        # Metrics are logged at other steps than the counter, which starts at 0.
+        at_step = np.interp(series.steps, [0, *counted.steps], [0.0, *counted.values])
+        reached = series[at_step <= count * (1 + 1e-9)]
+        if len(reached):
+            found[name] = f"{reached.last:.5g}"
+    return found
 
 
 def _compared(history: History) -> list[str]:
     """Returns the metrics that are compared at equal length."""
     if history.is_text:
-        return [*AT_TOKENS]
-    return [
-        name
-        for name in history.metrics.names
-        if is_own(name) and parts_of(name).stage in ("train", "validation")
-    ][:MOST_RESULTS]
+        return list(AT_TOKENS)
+    own = filter(is_own, history.metrics.names)
+    return [name for name in own if parts_of(name).stage in ("train", "validation")][:MOST_RESULTS]
 
 
 def _goodput(history: History) -> dict[str, object]:
     """Returns seconds and shares of each kind of time, over all attempts."""
     found: dict[str, object] = {}
+    total_s = sum(history.goodput.values())
     for kind, seconds in history.goodput.items():
         if seconds:
-            found[kind.replace("_", " ")] = (
-                f"{seconds / sum(history.goodput.values()):.1%}, {_duration(seconds)}"
-            )
-    if interval := compared(history):
+            share = seconds / total_s
+            found[kind.replace("_", " ")] = f"{share:.1%}, {_duration(seconds)}"
+    interval = compared(history)
+    if interval:
         found["interval of checkpoints"] = interval
     return found
 
@@ -182,8 +189,10 @@ def _phases(history: History) -> dict[str, object]:
     """Returns the keys that have phases by consumed tokens (by_tokens.py), with a sentence."""
     found: dict[str, object] = {}
     for key, value in history.portable_config().items():
+        if not isinstance(value, list):
+            continue
         parts = []
-        for phase in value if isinstance(value, list) else ():
+        for phase in value:
             if isinstance(phase, dict) and phase.keys() >= {"value", "until", "shape"}:
                 end = f" until {phase['until']:.6g} tokens" if phase["until"] else ""
                 parts.append(f"{phase['shape']} {phase['value']:g}{end}")
@@ -197,24 +206,20 @@ def _events(histories: list[History], names: list[str]) -> Table:
     rows = []
     for history, name in zip(histories, names, strict=True):
         for crash in history.crashes:
-            what = f"{crash.get('error', '')}: {str(crash.get('message', ''))[:1000]}"
+            message = str(crash.get("message", ""))[:1000]
             who = f"rank {crash.get('rank', '?')} on {crash.get('host', '?')}"
+            what = f"{crash.get('error', '')}: {message}"
             rows.append([name, str(crash.get("step", "")), f"crash of {who}", what])
         for incident in history.incidents[-NUM_INCIDENTS:]:
-            what = []
+            parts = []
             for key in ("decision", "loss", "limit", "gradient_norm", "suspects"):
                 if incident.get(key) is not None:
-                    what.append(f"{key} {shown(incident[key])}")
-            if first := incident.get("first_bad"):
-                what.append(f"first non-finite {first['what']} {first['module']}")
-            rows.append(
-                [
-                    name,
-                    str(incident.get("step", "")),
-                    str(incident.get("kind", "")),
-                    ", ".join(what),
-                ]
-            )
+                    parts.append(f"{key} {shown(incident[key])}")
+            first = incident.get("first_bad")
+            if first:
+                parts.append(f"first non-finite {first['what']} {first['module']}")
+            step, kind = str(incident.get("step", "")), str(incident.get("kind", ""))
+            rows.append([name, step, kind, ", ".join(parts)])
     return Table("Crashes and incidents", ["run", "step", "kind", "what"], rows)
 
 
@@ -225,7 +230,10 @@ def _differing(
     `skipped`."""
     rows = []
     for row in _rows(trees):
-        if not f"{row[0]}.".startswith(skipped) and (row[0] in always or len(set(row[1:])) > 1):
+        key, *values = row
+        if f"{key}.".startswith(skipped):
+            continue
+        if key in always or len(set(values)) > 1:
             rows.append(row)
     return rows
 
