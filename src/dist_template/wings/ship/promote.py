@@ -1,5 +1,10 @@
 """`promote`: evaluates a run, exports its model, and registers the export as a new version.
 
+1  `evaluate` compares the run with the version that is served now, or with its own start, and ends
+   the verb if a requirement is not met.
+2  `export` writes the model into a hidden folder of the registry, and compares it with the run's.
+3  The folder is renamed to the next version, and `latest` points to it.
+
     <registry>/v1/ v2/ …     exported models with version.json; their files never change
     <registry>/v2/withdrawn  exists after a roll-back from v2
     <registry>/latest -> v2  the version that a server loads
@@ -57,8 +62,10 @@ def main(argv: list[str], project: Project) -> None:
     run, latest = newest(Path(given.run)), registry.latest
     _refuse_others(run, project)
     given.run = str(run)
-    given.baseline = given.baseline or str(latest or "start")
-    given.require = given.require or [AGAINST_LATEST if latest else AGAINST_START]
+    if not given.baseline:
+        given.baseline = str(latest) if latest else "start"
+    if not given.require:
+        given.require = [AGAINST_LATEST if latest else AGAINST_START]
     exported = registry.folder / f".{run.name}.{os.getpid()}"
     is_new = not registry.folder.exists()
     try:
@@ -121,9 +128,12 @@ class Registry:
 
     def numbers(self) -> list[int]:
         """Returns the numbers of all versions, sorted."""
-        return sorted(
-            int(path.name[1:]) for path in self.folder.glob("v*/") if path.name[1:].isdecimal()
-        )
+        found = []
+        for path in self.folder.glob("v*/"):
+            number = path.name.removeprefix("v")
+            if number.isdecimal():
+                found.append(int(number))
+        return sorted(found)
 
     def add(self, exported: Path, facts: dict[str, object]) -> Path:
         """Renames an exported folder on the same disk to the next version, now the latest; returns
@@ -131,9 +141,8 @@ class Registry:
         digests = {}
         for path in sorted(filter(Path.is_file, exported.rglob("*"))):
             with path.open("rb") as file:
-                digests[str(path.relative_to(exported))] = hashlib.file_digest(
-                    file, "sha256"
-                ).hexdigest()
+                digest = hashlib.file_digest(file, "sha256")
+            digests[str(path.relative_to(exported))] = digest.hexdigest()
         time = datetime.now(UTC).isoformat(timespec="seconds")
         known = {"time": time, **facts, "sha256": digests}
         write_atomically(exported / "version.json", json.dumps(known, indent=2))

@@ -28,19 +28,12 @@ def add_flags(parser: Flags) -> None:
     add("--baseline", help=BASELINE)
     default = "default: test; of a module without test_step or test data, validation"
     add("--split", choices=("validation", "test"), help=default)
-    add(
-        "--require",
-        action="append",
-        default=[],
-        help="such as 'eval/loss better'; else exit code 2",
-    )
+    requirement = "such as 'eval/loss better'; else exit code 2"
+    add("--require", action="append", default=[], help=requirement)
     add("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval to run as well")
     add("--task_folder", help="of the tasks' YAML files; default: lm-eval's own tasks")
-    add(
-        "--chat_template",
-        action="store_true",
-        help="put the chat template around the tasks' prompts",
-    )
+    template = "put the chat template around the tasks' prompts"
+    add("--chat_template", action="store_true", help=template)
     add("--limit", type=in_range(int, 1), help="the first samples of each task; default: all")
 
 
@@ -78,5 +71,7 @@ def run(given: Namespace, project: Project) -> None:
 
 def _name(given: Namespace, split: str) -> str:
     """Returns the name of the files that are written."""
-    name = given.name or "-against-".join(filter(None, [split, given.baseline]))
+    name = given.name
+    if not name:
+        name = f"{split}-against-{given.baseline}" if given.baseline else split
     return re.sub(r"[^\w.-]+", "_", name).strip("_")

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from ....errors import InputError
 
 LEAST = 20  # samples
 LEVEL, POWER = 0.05, 0.8
-ROUNDING = 1e-4  # of the figure: what strategies and kernels may differ by
+ROUNDING = 1e-4  # share of the figure by which strategies and kernels may differ
 REQUIREMENT = re.compile(r"(\S+) (better|not worse by (\d*\.?\d+))")
 
 
@@ -50,7 +49,9 @@ def parse(requirement: str) -> tuple[str, float | None]:
     if not found:
         allowed = "'MEASURE better' or 'MEASURE not worse by 0.01', such as 'eval/loss better'"
         raise InputError(f"--require {requirement!r} is no requirement: write {allowed}")
-    return re.sub("^(eval|test)/", "", found[1]), float(found[3]) if found[3] else None
+    name = re.sub("^(eval|test)/", "", found[1])
+    margin = float(found[3]) if found[3] else None
+    return name, margin
 
 
 def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
@@ -63,8 +64,13 @@ def failure(requirement: str, comparisons: Sequence[Comparison]) -> str | None:
         why = "other tokens cannot be compared" if name == "loss" else "it is not one measure"
         raise InputError(f"--require {requirement!r}: {why}; give one of {known}")
     (each,) = found
-    worse = each.high if each.lower_is_better else -each.low
-    if (margin is None and each.verdict == "better") or (margin is not None and worse <= margin):
+    if margin is None:
+        holds = each.verdict == "better"
+    else:
+        # The end of the interval at which the run is worst.
+        worst = each.high if each.lower_is_better else -each.low
+        holds = worst <= margin
+    if holds:
         return None
     return f"required {requirement!r}, but {each.sentence}"
 
@@ -97,7 +103,15 @@ def compare(
     if abs(difference) > max(critical * error + correction, ROUNDING * abs(theirs)):
         verdict = "better" if (difference < 0) == lower_is_better else "worse"
     detectable = (critical + stats.norm.ppf(POWER)) * error + correction
-    figures: Any = map(
-        float, (ours, theirs, difference, difference - margin, difference + margin, detectable)
+    return Comparison(
+        name,
+        num,
+        lower_is_better,
+        run=float(ours),
+        baseline=float(theirs),
+        difference=float(difference),
+        low=float(difference - margin),
+        high=float(difference + margin),
+        detectable=float(detectable),
+        verdict=verdict,
     )
-    return Comparison(name, num, lower_is_better, *figures, verdict)

@@ -1,5 +1,8 @@
 """Evaluates modules that know no text: Lightning's own validation or test, with a run's checkpoint.
 
+The verb `test` or `validate` runs in processes of its own, by the run's configuration and strategy,
+for the run and then for the baseline (`metrics_of`); a callback writes what was logged (Metrics).
+
 A module's metrics have no values per document, so that two models are compared without a test of
 significance: the difference is printed, and what it means is for the reader to judge."""
 
@@ -7,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import yaml
@@ -92,21 +93,27 @@ def split_of(given: str | None, cli: WithoutTrainer) -> str:
     module, data = cli.model, cli.datamodule
 
     def lacks(split: str) -> str:
-        owners: list[Any] = [module, *filter(None, [data])]
+        """Returns what is missing for a split; "" if nothing is."""
         if not is_overridden(STEPS[split], module, L.LightningModule):
             return f"{type(module).__name__} has no {STEPS[split]}"
-        for owner in owners:
-            base = L.LightningModule if owner is module else L.LightningDataModule
-            if is_overridden(LOADERS[split], owner, base):
-                return ""
-        return f"{type(owners[-1]).__name__} has no {LOADERS[split]}"
+        if is_overridden(LOADERS[split], module, L.LightningModule):
+            return ""
+        if data is None:
+            return f"{type(module).__name__} has no {LOADERS[split]}"
+        if is_overridden(LOADERS[split], data, L.LightningDataModule):
+            return ""
+        return f"{type(data).__name__} has no {LOADERS[split]}"
 
-    missing = {split: lacks(split) for split in ([given] if given else [*STEPS])}
-    for split, what in missing.items():
-        if not what:
+    where, splits = "evaluate", list(STEPS)
+    if given:
+        where, splits = f"--split {given}", [given]
+    missing = []
+    for split in splits:
+        lacking = lacks(split)
+        if not lacking:
             return split
-    where = f"--split {given}" if given else "evaluate"
-    raise InputError(f"{where}: {' and '.join(missing.values())}; write it, or evaluate another")
+        missing.append(lacking)
+    raise InputError(f"{where}: {' and '.join(missing)}; write it, or evaluate another")
 
 
 def metrics_of(model: Model, split: str, project: Project, work: Path) -> dict[str, float]:
@@ -116,18 +123,26 @@ def metrics_of(model: Model, split: str, project: Project, work: Path) -> dict[s
     path, found = work / RunFile.CONFIG, work / "metrics.json"
     found.unlink(missing_ok=True)
     trainer = config["trainer"]
-    given = trainer.get("callbacks") or []
+    # jsonargparse takes one callback, a list, or none.
+    callbacks = trainer.get("callbacks")
+    if not callbacks:
+        callbacks = []
+    if not isinstance(callbacks, list):
+        callbacks = [callbacks]
     kind = f"{Metrics.__module__}.{Metrics.__name__}"
     callback = {"class_path": kind, "init_args": {"path": str(found)}}
-    trainer["callbacks"] = [*(given if isinstance(given, list) else [given]), callback]
+    trainer["callbacks"] = [*callbacks, callback]
     trainer["logger"] = False
     config |= {"ckpt_path": model.checkpoint, "weights_only": None}
     config["run"] = {"root": str(work), "name": "run", "report": False}
     path.write_text(yaml.safe_dump(config), "utf-8")
     print(f"evaluate: {model.name}", flush=True)
-    if code := run_verb(project, [VERBS[split], "--config", str(path)]):
+    code = run_verb(project, [VERBS[split], "--config", str(path)])
+    if code:
+        # A signal ends a process with another code.
+        kind_of_exit = Exit(code) if code in list(Exit) else Exit.FAILED
         why = f"evaluate: {model.name} was not evaluated; the reason is above"
-        raise Ended(Exit(code) if code in [*Exit] else Exit.FAILED, why)
+        raise Ended(kind_of_exit, why)
     if not found.exists():
         raise InputError(f"{model.name}: the {split} loader has no batch; give the split rows")
     return json.loads(found.read_text("utf-8"))
@@ -156,14 +171,17 @@ def write(path: Path, split: str, models: list[Model], figures: list[dict[str, f
     for number, (model, values) in enumerate(zip(models, figures, strict=True)):
         entry = {"model": model.name, "figures": values, "is_baseline": number > 0}
         found.append(entry)
-        shown = "  ".join(f"{key} {value:.4g}" for key, value in values.items())
-        print(f"{model.name}: {shown or f'{STEPS[split]} logs no metric'}")
+        shown = f"{STEPS[split]} logs no metric"
+        if values:
+            shown = "  ".join(f"{key} {value:.4g}" for key, value in values.items())
+        print(f"{model.name}: {shown}")
     comparisons = []
-    for name, value in figures[0].items():
-        other = figures[-1].get(name, math.nan)
-        if len(figures) > 1 and name in figures[-1]:
-            each = Difference(name, value, other)
-            comparisons.append(asdict(each) | {"sentence": each.sentence})
+    if len(figures) > 1:
+        ours, theirs = figures
+        for name, value in ours.items():
+            if name in theirs:
+                each = Difference(name, value, theirs[name])
+                comparisons.append(asdict(each) | {"sentence": each.sentence})
     content = {"split": split, "models": found, "comparisons": comparisons}
     write_atomically(path, json.dumps(content, indent=1))
     for each in comparisons:

@@ -31,7 +31,7 @@ def values_of(number: int, loaded: Trained, given: Namespace) -> list[tuple[obje
         raise InputError(f"{what}: {first_line(error)}") from error
     found = []
     for task, metrics in results["higher_is_better"].items():
-        # each as often as the task has filters of an answer, one after another
+        # All samples with the first filter of answers, then all with the next one.
         samples = results["samples"][task]
         has_filters = samples[0]["filter"] != samples[-1]["filter"]
         for metric, is_higher in metrics.items():
@@ -39,9 +39,8 @@ def values_of(number: int, loaded: Trained, given: Namespace) -> list[tuple[obje
                 name = f"{task}/{metric}"
                 if has_filters:
                     name += f",{each['filter']}"
-                found.append(
-                    (number, name, not is_higher, str(each["doc_id"]), _number(name, each[metric]))
-                )
+                sample, value = str(each["doc_id"]), _number(name, each[metric])
+                found.append((number, name, not is_higher, sample, value))
     return found
 
 

@@ -33,9 +33,9 @@ def write_adapter(module: Any, data: object, dtype: torch.dtype, folder: Path) -
         tensors[name] = tensor.to(dtype)
     # Modules that were trained besides adapters keep their type: routing depends on it. A router
     # is one because of its buffer.
-    full = set[str]()
+    full: set[str] = set()
     for path, child in model.named_modules():
-        state = dict[str, Tensor]()
+        state: dict[str, Tensor] = {}
         for name, tensor in child.state_dict().items():
             if "." not in name:
                 state[f"{path}.{name}"] = tensor
@@ -45,10 +45,12 @@ def write_adapter(module: Any, data: object, dtype: torch.dtype, folder: Path) -
             tensors |= state
             full.add(path)
     config = model.peft_config["default"]
-    config.modules_to_save = sorted(full) or None
+    config.modules_to_save = sorted(full) if full else None
     config.base_model_name_or_path = getattr(module, "pretrained", None)
     config.inference_mode = True
-    saved = {f"base_model.model.{n}": t.detach().clone() for n, t in tensors.items()}
+    saved = {}
+    for name, tensor in tensors.items():
+        saved[f"base_model.model.{name}"] = tensor.detach().clone()  # safetensors shares no memory
     save_file(saved, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
     torch.manual_seed(torch.initial_seed())

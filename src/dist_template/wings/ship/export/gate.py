@@ -38,12 +38,14 @@ def prompts_of(data: Any, number: int = PROMPTS) -> list[str]:
     corpus = getattr(data, "corpus", None)
     held_out = corpus.tokens("validation") if corpus else np.empty(0)
     if len(held_out) <= LENGTH:
-        texts = getattr(data, "prompts", None) or []
+        texts = getattr(data, "prompts", None)
     else:
         starts = np.linspace(0, len(held_out) - LENGTH, number).astype(int)
         windows = np.lib.stride_tricks.sliding_window_view(held_out, LENGTH)[starts].tolist()
         texts = data.text_tokenizer.batch_decode(windows, skip_special_tokens=True)
-    return list(filter(None, texts))
+    if texts is None:
+        return []
+    return [text for text in texts if text]
 
 
 class Gate:
@@ -84,8 +86,8 @@ class Gate:
             largest = max(largest, _difference(found, expected, dtype))
         over = f"over {len(logits)} prompts"
         if self.shaped:
-            over += f" and {', '.join(f'{len(each)} x {each.shape[1]}' for each, _ in self.shaped)}"
-            over += " tokens"
+            shapes = [f"{len(tokens)} x {tokens.shape[1]}" for tokens, _ in self.shaped]
+            over += f" and {', '.join(shapes)} tokens"
         if logits.shape[-1] > 1:  # else they are rewards
             equal = (logits.argmax(-1) == self.logits.argmax(-1)).float().mean().item()
             over += f", {equal:.1%} of the greedy tokens equal"
@@ -98,13 +100,11 @@ class Gate:
 
         if self.tokenizer:
             self._check_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-        config, expected = (
-            AutoConfig.from_pretrained(folder, trust_remote_code=False),
-            trained.model.config,
-        )
-        config.name_or_path = expected.name_or_path
-        if (found := config.to_dict()) != expected.to_dict():
-            names = [name for name, value in expected.to_dict().items() if found.get(name) != value]
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config.name_or_path = trained.model.config.name_or_path
+        found, expected = config.to_dict(), trained.model.config.to_dict()
+        if found != expected:
+            names = [name for name, value in expected.items() if found.get(name) != value]
             raise InputError(f"{OTHER}: its configuration has other {', '.join(names)}")
         kind = auto_class(config, with_modules=hasattr(trained.model, "mtp"))
         published = PublishedWeights(str(folder), kind, config)
@@ -116,8 +116,10 @@ class Gate:
         for text in self.texts:
             if tokenizer.encode(text) != self.tokenizer.encode(text):
                 raise InputError(f"{OTHER}: its tokenizer gives other tokens for {text[:30]!r}")
-        if tokenizer and (chat := _chat(tokenizer)) != (expected := _chat(self.tokenizer)):
-            raise InputError(f"{OTHER}: its chat template gives {chat!r}, not {expected!r}")
+        if tokenizer:
+            found, expected = _chat(tokenizer), _chat(self.tokenizer)
+            if found != expected:
+                raise InputError(f"{OTHER}: its chat template gives {found!r}, not {expected!r}")
 
 
 def _difference(logits: Tensor, expected: Tensor, dtype: str) -> float:

@@ -55,15 +55,19 @@ def write_onnx(model: PreTrainedModel, dtype: str, folder: Path) -> None:
     from transformers import GenerationConfig, exporters
     from transformers.exporters.utils import decompose_for_generation
 
-    quantizer = exporters.OnnxRuntimeQuantizer(exporters.OnnxRuntimeDynamicConfig())
-    config = exporters.OnnxConfig(dynamic=True, quantizer=quantizer if dtype == "int8" else None)
-    tokens = torch.arange(12).remainder(model.config.get_text_config().vocab_size).repeat(2, 1)
+    quantizer = None
+    if dtype == "int8":
+        quantizer = exporters.OnnxRuntimeQuantizer(exporters.OnnxRuntimeDynamicConfig())
+    config = exporters.OnnxConfig(dynamic=True, quantizer=quantizer)
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.arange(12).remainder(vocabulary).repeat(2, 1)
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0  # without padding the graph would get no mask
     steps = GenerationConfig(max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
     logging.disable(logging.WARNING)  # dozens of lines about operators of other models
     try:
-        model = model.half() if dtype == "float16" else model
+        if dtype == "float16":
+            model = model.half()
         with redirect_stdout(StringIO()):
             given = {"input_ids": tokens, "attention_mask": mask}
             stages: Any = decompose_for_generation(model, given, steps, multi_token_decode=True)

@@ -3,7 +3,8 @@
 A module that the library does not know shows by its steps what its network takes: Lightning runs a
 step, and the arguments of `forward` are recorded. Their tensors are the inputs of the graph. The
 first dimension is dynamic where it is the batch's, and so is each one in which two batches differ.
-onnxruntime computes batches of other sizes, and the outputs are compared with torch's.
+onnxruntime computes batches of other sizes, and the outputs are compared with torch's. If that
+fails, a graph of fixed shapes is tried.
 
     model.onnx         the graph; protobuf's limit of 2 GB is for this file
     model.onnx.data    its weights"""
@@ -67,6 +68,10 @@ class Call:
     def tensors(self) -> list[Tensor]:
         return [leaf for leaf in tree_flatten(self._tree)[0] if isinstance(leaf, Tensor)]
 
+    @property
+    def shapes(self) -> list[torch.Size]:
+        return [tensor.shape for tensor in self.tensors]
+
     def names(self, forward: Any) -> list[str]:
         """Returns a name for each tensor: the parameter of `forward`, then the keys inside."""
         places = [object() for _ in self.tensors]  # keywords may have another order than parameters
@@ -80,17 +85,22 @@ class Call:
         """Returns the call with others in place of its tensors."""
         leaves, structure = tree_flatten(self._tree)
         replacements = iter(tensors)
-        changed = [next(replacements) if isinstance(one, Tensor) else one for one in leaves]
-        return Call(*tree_unflatten(changed, structure))
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[index] = next(replacements)
+        args, kwargs = tree_unflatten(leaves, structure)
+        return Call(args, kwargs)
 
     def of_rows(self, rows: int) -> Call:
         """Returns the call for a batch of `rows` samples. They repeat, in order: samples may be
         sorted by length."""
         size = _batch_size(self.tensors)
         index = torch.arange(rows) * size // rows
-        changed = [
-            one.index_select(0, index) if _has_batch(one, size) else one for one in self.tensors
-        ]
+        changed = []
+        for tensor in self.tensors:
+            if _has_batch(tensor, size):
+                tensor = tensor.index_select(0, index)
+            changed.append(tensor)
         return self.with_tensors(changed)
 
     @property
@@ -120,14 +130,22 @@ class _Flat(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         call = self.call.with_tensors(tensors)
         outputs = self.network(*call.args, **call.kwargs)
-        pairs = [
-            (path, leaf)
-            for path, leaf in tree_flatten_with_path(outputs)[0]
-            if isinstance(leaf, Tensor)
-        ]
-        self.names = [_dotted(keystr(path)) or "output" for path, _ in pairs]
-        self.names = [f"output_{one}" if one.isdecimal() else one for one in self.names]
-        return [leaf for _, leaf in pairs]
+        self.names = []
+        flat = []
+        for path, leaf in tree_flatten_with_path(outputs)[0]:
+            if isinstance(leaf, Tensor):
+                self.names.append(_output_name(_dotted(keystr(path))))
+                flat.append(leaf)
+        return flat
+
+
+def _output_name(path: str) -> str:
+    """Returns the name of an output for its place in what `forward` returns."""
+    if not path:  # a single tensor
+        return "output"
+    if path.isdecimal():  # of a tuple
+        return f"output_{path}"
+    return path
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -166,8 +184,11 @@ def write_weights(module: L.LightningModule, checkpoint: Path, dtype: str, folde
     differing = [name for name in found if not torch.equal(found[name], expected[name])]
     if differing:
         raise InputError(f"{WEIGHTS} differs from what was trained, first in {differing[0]}")
+    verified = f"{len(found)} tensors read again"
     shared = len(expected) - len(found)
-    return f"{len(found)} tensors read again" + (f", {shared} shared with them" if shared else "")
+    if shared:
+        verified += f", {shared} shared with them"
+    return verified
 
 
 def loading(module: L.LightningModule) -> str:
@@ -186,16 +207,16 @@ module.eval()
 
 def example(exported: Exported) -> str:
     """Returns lines of Python that run the graph, for the model card."""
-    feeds = ", ".join(
-        f'"{name}": np.ones({_example_shape(shape)}, np.{NUMPY.get(kind, kind[7:-1])})'
-        for name, (shape, kind) in exported.inputs.items()
-    )
+    feeds = []
+    for name, (shape, kind) in exported.inputs.items():
+        dtype = NUMPY.get(kind, kind[7:-1])  # tensor(int64): int64
+        feeds.append(f'"{name}": np.ones({_example_shape(shape)}, np.{dtype})')
     return f"""\
 import numpy as np
 import onnxruntime
 
 session = onnxruntime.InferenceSession("{GRAPH}")
-outputs = session.run(None, {{{feeds}}})
+outputs = session.run(None, {{{", ".join(feeds)}}})
 """
 
 
@@ -210,7 +231,8 @@ def recorded_calls(module: L.LightningModule, data: L.LightningDataModule) -> li
         try:
             calls = _calls_in(verb, module, data)
         except Exception as error:  # of the user's code, with any batch
-            failure = failure or f"; {step} failed: {reason(error)}"
+            if not failure:
+                failure = f"; {step} failed: {reason(error)}"
             continue
         if calls:
             return calls
@@ -222,7 +244,9 @@ def recorded_calls(module: L.LightningModule, data: L.LightningDataModule) -> li
         )
     if isinstance(example, dict):
         return [Call((), example)]
-    return [Call(example if isinstance(example, tuple) else (example,))]
+    if not isinstance(example, tuple):
+        example = (example,)
+    return [Call(example)]
 
 
 def export(module: L.LightningModule, calls: list[Call], folder: Path) -> Exported:
@@ -233,24 +257,24 @@ def export(module: L.LightningModule, calls: list[Call], folder: Path) -> Export
     call = calls[0]
     kinds = {str(one.dtype).removeprefix("torch.") for one in call.tensors}
     if not kinds or not kinds <= set(KINDS.split()):
-        found = ", ".join(sorted(kinds)) or "no tensor"
+        found = ", ".join(sorted(kinds)) if kinds else "no tensor"
         raise InputError(f"--to onnx: forward of {name} takes {found}: give {KINDS}")
-    others = [each for each in calls[1:] if _is_alike(each, call)]
     why = ""
     for is_dynamic in (True, False):
         try:
+            others: list[Call] | None = None
             if is_dynamic:
+                others = [each for each in calls[1:] if _is_alike(each, call)]
                 example = call.of_rows(EXPORTED_ROWS)
                 compared = [*map(call.of_rows, COMPARED_ROWS), *others]
             else:
-                shapes = [one.shape for one in call.tensors]
                 example = call
-                compared = [each for each in calls if [t.shape for t in each.tensors] == shapes]
+                compared = [each for each in calls if each.shapes == call.shapes]
                 compared.append(call.with_tensors([_rolled(one) for one in call.tensors]))
             parts = Progress(f"export: outputs of {name}", "batches", len(compared)).over(compared)
             expected = [_torch_outputs(network, each, name) for each in parts]
             with running(f"export: {name} to ONNX"):
-                flat = _write_graph(network, example, others if is_dynamic else None, folder)
+                flat = _write_graph(network, example, others, folder)
             difference = _compare(folder, compared, expected)
         except OSError:  # a full disk
             raise
@@ -272,8 +296,9 @@ class _Enough(Exception):
 
 def _network(module: L.LightningModule) -> nn.Module:
     """Returns the module if it defines `forward`, else its `model`."""
-    is_defined = type(module).forward is not L.LightningModule.forward
-    return module if is_defined else network_of(module)
+    if type(module).forward is not L.LightningModule.forward:
+        return module
+    return network_of(module)
 
 
 def _calls_in(verb: str, module: L.LightningModule, data: L.LightningDataModule) -> list[Call]:
@@ -335,7 +360,9 @@ class _Recorder(L.Callback):
     on_validation_start = on_test_start = on_predict_start = on_train_start = start
 
     def remove(self) -> None:
-        vars(self.network or self).pop("forward", None)
+        """Restores the class's `forward`."""
+        if self.network is not None:
+            vars(self.network).pop("forward", None)
 
 
 @contextmanager
@@ -366,16 +393,18 @@ def _rolled(tensor: Tensor) -> Tensor:
 def _is_alike(call: Call, other: Call) -> bool:
     """Returns whether two calls have tensors of the same number, types and numbers of
     dimensions."""
-    kinds = [[(one.ndim, one.dtype) for one in each.tensors] for each in (call, other)]
-    same_keys = len(call.args) == len(other.args) and list(call.kwargs) == list(other.kwargs)
-    return same_keys and kinds[0] == kinds[1]
+    if len(call.args) != len(other.args) or list(call.kwargs) != list(other.kwargs):
+        return False
+    kinds = [(tensor.ndim, tensor.dtype) for tensor in call.tensors]
+    return kinds == [(tensor.ndim, tensor.dtype) for tensor in other.tensors]
 
 
 def _dynamic_dimensions(call: Call, others: list[Call]) -> list[dict[int, str]]:
     """Returns the names of the dynamic dimensions of each tensor: the batch, and dimensions in
     which the calls differ. Those that change together have one name."""
-    size, found = _batch_size(call.tensors), list[dict[int, str]]()
-    names: dict[tuple[int, ...], str] = {}
+    found: list[dict[int, str]] = []
+    size = _batch_size(call.tensors)
+    names: dict[tuple[int, ...], str] = {}  # by the sizes in all calls
     for index, tensor in enumerate(call.tensors):
         dimensions = {0: "batch"} if _has_batch(tensor, size) else {}
         for axis in range(tensor.ndim):
@@ -421,19 +450,21 @@ def _write_graph(network: nn.Module, call: Call, others: list[Call] | None, fold
 def _torch_outputs(network: nn.Module, call: Call, name: str) -> list[np.ndarray]:
     """Returns the network's outputs. Raises InputError if they are random."""
     flat = _Flat(network, call)
-    with torch.no_grad():
-        first, second = (
-            [one.numpy(force=True) for one in flat(*[t.clone() for t in call.tensors])]
-            for _ in range(2)
-        )
-    if not all(
-        np.array_equal(*pair, equal_nan=pair[0].dtype.kind == "f")
-        for pair in zip(first, second, strict=True)
-    ):
-        raise InputError(
-            f"--to onnx: {name} computes other outputs for the same inputs, so that no graph can be"
-            " compared with it: remove random numbers and state from forward in eval mode"
-        )
+
+    def outputs() -> list[np.ndarray]:
+        with torch.no_grad():
+            found = flat(*[tensor.clone() for tensor in call.tensors])
+        return [tensor.numpy(force=True) for tensor in found]
+
+    first = outputs()
+    for one, other in zip(first, outputs(), strict=True):
+        can_be_nan = one.dtype.kind == "f"
+        if not np.array_equal(one, other, equal_nan=can_be_nan):
+            raise InputError(
+                f"--to onnx: {name} computes other outputs for the same inputs, so that no graph"
+                " can be compared with it: remove random numbers and state from forward in eval"
+                " mode"
+            )
     return first
 
 

@@ -60,9 +60,10 @@ def load_trained(name: str, project: Project) -> Trained:
 def is_pretrained(name: str) -> bool:
     """Whether `name` is a folder of transformers or peft, or may be a name on the hub."""
     path = Path(name)
-    # runs/misspelt is no name on the hub
-    is_on_hub = not path.exists() and name.count("/") == 1 and not path.parent.exists()
-    return is_on_hub or any((path / file).is_file() for file in FILES)
+    if any((path / file).is_file() for file in FILES):
+        return True
+    # A name on the hub has an owner; runs/misspelt is none, where there is a folder runs.
+    return not path.exists() and name.count("/") == 1 and not path.parent.exists()
 
 
 def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path]:
@@ -91,12 +92,14 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
     for section in OF_FIT:
         keys.pop(section, None)
     if isinstance(keys.get("run"), dict):
-        keys["run"].pop("store", None)  # an address of whoever wrote the run: a user gives it
-    # a mapping in braces is no file
+        # The address is that of whoever wrote the run; who uses the run gives another.
+        keys["run"].pop("store", None)
+    # jsonargparse reads a mapping in braces as the configuration, not as the name of a file.
     flags = ["--config", yaml.safe_dump(keys, default_flow_style=True)]
     if not is_checkpoint:
-        saving = keys.get("last_checkpoint")
-        folder = saving.get("dirpath") if isinstance(saving, dict) else None
+        folder = None
+        if isinstance(keys.get("last_checkpoint"), dict):
+            folder = keys["last_checkpoint"].get("dirpath")
         if not isinstance(folder, str):
             raise InputError(
                 f"{key} {name!r}: {run / RunFile.CONFIG} has no last_checkpoint.dirpath; give a"
@@ -108,9 +111,10 @@ def of_run(name: str, project: Project, key: str) -> tuple[list[str], Path, Path
 
 def run_of(checkpoint: Path) -> Path | None:
     """Returns the folder of the run that wrote a checkpoint."""
-    return next(
-        (each for each in checkpoint.absolute().parents if (each / RunFile.CONFIG).is_file()), None
-    )
+    for folder in checkpoint.absolute().parents:
+        if (folder / RunFile.CONFIG).is_file():
+            return folder
+    return None
 
 
 def trained(
@@ -136,9 +140,9 @@ def trained(
             # the base of adapters may be from scratch
             model = getattr(module, "build_on_host", module.build_model)(data)
     module.model = model
-    stored = {
-        name.removeprefix("model."): tensor for name, tensor in load_full(path, module).items()
-    }
+    stored = {}
+    for name, tensor in load_full(path, module).items():
+        stored[name.removeprefix("model.")] = tensor
     tokenizer = getattr(data, "text_tokenizer", None)
     return Trained(model.eval(), tokenizer, str(path), run, module, data, stored)
 
@@ -150,7 +154,8 @@ def from_folder(name: str, key: str) -> Trained:
     if (Path(name) / GRAPH).is_file():
         raise InputError(f"{key} {name!r} has an ONNX graph: give a folder of export --to hf")
     kind: Any = AutoModelForCausalLM
-    if is_adapter := (Path(name) / FILES[1]).is_file():
+    is_adapter = (Path(name) / FILES[1]).is_file()
+    if is_adapter:
         require("peft", f"{key} {name!r}", extra="adapters")
         from peft import PeftConfig
 

@@ -34,7 +34,8 @@ class Admission:
     def __init__(self, key: str, origins: Collection[str], hosts: Collection[str]) -> None:
         self._bearer = f"Bearer {key}".encode() if key else b""
         self._origins = {origin.rstrip("/") for origin in origins}
-        self._hosts = {socket.gethostname().lower(), *(host.lower() for host in hosts)}
+        self._hosts = {host.lower() for host in hosts}
+        self._hosts.add(socket.gethostname().lower())
 
     def check(self, given: Sequence[tuple[bytes, bytes]]) -> None:
         """Raises HTTPException with 400, 401, 403, 413 or 415."""
@@ -60,15 +61,13 @@ class Admission:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         name = _name(host)
-        if not (_is_unregistrable(name) or self._hosts & {name, host, "*"}):
-            raise HTTPException(
-                403, f"Host {host[:100]!r} is not this service's: serve with --allow_host or a key"
-            )
-        if origin and origin not in (f"http://{host}", f"https://{host}"):
-            if not self._origins & {origin, "*"}:
-                raise HTTPException(
-                    403, f"Origin {origin[:100]!r} may not ask: serve with --allow_origin or a key"
-                )
+        if not _is_unregistrable(name) and not self._hosts & {name, host, "*"}:
+            why = f"Host {host[:100]!r} is not this service's: serve with --allow_host or a key"
+            raise HTTPException(403, why)
+        is_own = origin in (f"http://{host}", f"https://{host}")
+        if origin and not is_own and not self._origins & {origin, "*"}:
+            why = f"Origin {origin[:100]!r} may not ask: serve with --allow_origin or a key"
+            raise HTTPException(403, why)
 
 
 async def body_of(receive: Receive) -> bytes | None:
@@ -100,7 +99,9 @@ def _too_large() -> HTTPException:
 def _name(host: str) -> str:
     """Returns the name in a Host, without its port; "." for what is none, as `a@b` or `[`."""
     found = HOST.fullmatch(host)
-    return found[1].strip("[]") if found else "."
+    if found is None:
+        return "."
+    return found[1].strip("[]")
 
 
 def _is_unregistrable(name: str) -> bool:

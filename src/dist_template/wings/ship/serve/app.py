@@ -1,5 +1,14 @@
 """One model behind OpenAI's API, by transformers' own handlers, with a key and a limit of requests.
-A reward model answers POST /pooling instead."""
+A reward model answers POST /pooling instead.
+
+A request, in order (`App.__call__`):
+
+1  Its headers are checked: key, host and origin, length (admission.py).
+2  Its body is read, if a slot is free, and takes a slot.
+3  Its fields, its length and its conversation are checked (fields.py, conversation.py).
+4  transformers' handler generates; after each token, `criterion` counts it, looks for stop strings
+   and ends where the client has left or the service stops.
+5  The slot is free again."""
 
 from __future__ import annotations
 
@@ -31,8 +40,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# tokens that are searched for a stop string, or as many as it has bytes; transformers' criterion
-# makes tables of the vocabulary in seconds
+# Number of tokens that are searched for a stop string, or as many as it has bytes. transformers'
+# own criterion first makes tables of the vocabulary, which takes seconds.
 WINDOW = 64
 GREEDY = 0.01  # a lower temperature: logits divided by it overflow
 # What transformers' handlers, pydantic and a chat template raise about a request's fields.
@@ -59,7 +68,7 @@ class App:
         given: argparse.Namespace,
     ) -> None:
         self._model, self._name, self._tokenizer = model, given.name, tokenizer
-        fast: Any = tokenizer  # `export` writes no other
+        fast: Any = tokenizer  # `export` writes no slow one
         num_appended = len(added_tokens(fast)[1])
         self._served = OneModel(model, tokenizer, given.name, given.max_tokens, num_appended)
         self._admission = Admission(key, given.allow_origin, given.allow_host)
@@ -69,9 +78,8 @@ class App:
         listed = {"id": given.name, "object": "model", "created": 0, "owned_by": ""}
 
         def refused(request: Request, refusal: Exception) -> Response:
-            return error_response(
-                getattr(refusal, "status_code", 500), getattr(refusal, "detail", "")
-            )
+            code, why = getattr(refusal, "status_code", 500), getattr(refusal, "detail", "")
+            return error_response(code, why)
 
         async def models(request: Request) -> Response:
             return JSONResponse({"object": "list", "data": [listed]})
@@ -131,19 +139,23 @@ class App:
             return torch.full((len(tokens),), is_last, device=tokens.device)
 
         if is_reward_model(self._model):
-            raise HTTPException(
-                400, f"{self._name} scores answers and generates none: POST {SCORE}"
-            )
+            why = f"{self._name} scores answers and generates none: POST {SCORE}"
+            raise HTTPException(400, why)
         try:
             body = await asyncio.to_thread(self._checked, request)
             if body.get("temperature") is not None and body["temperature"] < GREEDY:
                 body["temperature"] = 0.0
-            given = body.pop("stop", None) or []
-            stops += [given] if isinstance(given, str) else given
-            asked = (request.url.path == CHAT, body, uuid.uuid4().hex, criterion)
-            answer = asyncio.ensure_future(self._served.respond(*asked))
-            while not (await asyncio.wait([answer], timeout=0.1))[0]:
-                if await request.is_disconnected():
+            given = body.pop("stop", None)
+            if isinstance(given, str):
+                given = [given]
+            if given:
+                stops += filter(None, given)  # "" is in every text
+            is_chat = request.url.path == CHAT
+            responding = self._served.respond(is_chat, body, uuid.uuid4().hex, criterion)
+            answer = asyncio.ensure_future(responding)
+            while not answer.done():
+                await asyncio.wait([answer], timeout=0.1)
+                if not answer.done() and await request.is_disconnected():
                     is_over.set()
             return await answer
         except INVALID as error:
@@ -152,9 +164,8 @@ class App:
     def _checked(self, request: Request) -> dict[str, Any]:
         body = parsed(request.scope["content"])
         needed = "messages" if request.url.path == CHAT else "prompt"
-        check_fields(
-            body, needed, self._model.get_output_embeddings().weight.shape[0], self._tokenizer
-        )
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        check_fields(body, needed, vocabulary, self._tokenizer)
         check_length(body, self._served.positions, self._longest_token)
         if needed == "messages":
             fit_to_template(body, self._tokenizer)

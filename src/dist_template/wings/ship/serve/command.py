@@ -1,6 +1,11 @@
 """`serve`: answers OpenAI's API, or /pooling of a reward model, with what a run trained, exported
 and compared."""
 
+# 1  The flags are checked, and the port is opened: both fail at once, before the model is loaded.
+# 2  A thread answers /health from then on, while the main one loads the model. A run's is exported
+#    first, unless it has been, and the export's logits are compared with the checkpoint's.
+# 3  The model answers requests until SIGTERM or Ctrl-C; running ones then get `--grace_s` seconds.
+
 from __future__ import annotations
 
 import argparse
@@ -47,7 +52,7 @@ def main(argv: list[str], project: Project) -> None:
 
     service = Service(given.max_requests)
     server = http_server(service, given)
-    # Not the start and end of its thread, nor what a cluster asks every few seconds.
+    # uvicorn would log the start and end of its thread, and what a cluster asks every few seconds.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").addFilter(is_of_a_client)
     # It answers /health while this thread loads the model: a signal ends the process until then.
@@ -95,7 +100,8 @@ def _application(given: argparse.Namespace, project: Project) -> App:
 
     model = on_device(served.model, "cuda" if torch.cuda.is_available() else "cpu")
     if model.can_generate():
-        model.generation_config.do_sample = True  # as vLLM and OpenAI; not at temperature 0
+        # As vLLM and OpenAI's service do; at temperature 0, transformers does not sample.
+        model.generation_config.do_sample = True
     return App(model, served.tokenizer, os.environ.get(given.api_key_env, ""), given)
 
 
@@ -104,9 +110,8 @@ def on_device(model: PreTrainedModel, device: str) -> PreTrainedModel:
     import torch
 
     if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        for parameter in (
-            model.parameters()
-        ):  # buffers keep fp32: rotary frequencies in bf16 are wrong in long texts
+        # Buffers stay in fp32: rotary frequencies in bf16 are wrong in long texts.
+        for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.bfloat16()
     return model.to(torch.device(device))
@@ -200,5 +205,6 @@ def _compared(given: argparse.Namespace, project: Project) -> Trained:
         print(f"{folder}: {Gate(trained).check(served, 'float32')}", flush=True)
     if not served.tokenizer or not hasattr(served.model, "can_generate"):
         raise InputError(f"{served.path} has no tokenizer, or a model that is not of transformers")
-    given.name = given.name or name
+    if given.name is None:
+        given.name = name
     return served

@@ -17,7 +17,9 @@ def fit_to_template(body: dict[str, Any], tokenizer: Any, *, asks: bool = True) 
     """Replaces the messages and tools of a body, whose fields were checked, by the form that the
     chat template writes. `asks`: an answer is generated after them. Raises Refused if the template
     does not write one of them."""
-    tools = body.get("tools") or None
+    tools = body.get("tools")
+    if not tools:  # an empty list is no tools
+        tools = None
     options = {**body.get("chat_template_kwargs", {}), "add_generation_prompt": asks}
     template = tokenizer.get_chat_template(None, tools)
     completeness = completeness_of(tokenizer, template, **options)
@@ -35,12 +37,16 @@ def fit_to_template(body: dict[str, Any], tokenizer: Any, *, asks: bool = True) 
 
 def _message(turn: dict[str, Any]) -> dict[str, Any]:
     """Returns a turn as chat templates read it: a text, and calls whose arguments are objects."""
-    content = turn.get("content") or ""
+    content = turn.get("content")
+    if not content:  # a turn with calls may have none
+        content = ""
     if isinstance(content, list):
         content = " ".join(part["text"] for part in content)
-    kept = ("tool_call_id", "name", *REASONING)
-    texts = {key: turn[key] for key in kept if isinstance(turn.get(key), str)}
-    message = {"role": turn["role"], "content": content} | texts
-    if calls := turn.get("tool_calls"):
+    message = {"role": turn["role"], "content": content}
+    for key in ("tool_call_id", "name", *REASONING):
+        if isinstance(turn.get(key), str):
+            message[key] = turn[key]
+    calls = turn.get("tool_calls")
+    if calls:
         message["tool_calls"] = calls_of(lambda what: Refused(f"a message {what}"), calls)
     return message

@@ -24,8 +24,15 @@ class Refused(ValueError):
     """A request's fault, in a sentence."""
 
 
+# ---- types of fields -----------------------------------------------------------------------------
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_object(value: Any) -> bool:
@@ -43,44 +50,52 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _is_stop(value: Any) -> bool:
-    stops = value if isinstance(value, list) else [value]
-    if len(stops) > MOST_STOPS or not all(isinstance(each, str) for each in stops):
+    if isinstance(value, str):  # "" stops nothing, and some clients send it
+        return len(value) <= LONGEST_STOP
+    if not isinstance(value, list) or len(value) > MOST_STOPS:
         return False
-    return all(len(each) <= LONGEST_STOP and (each or each is value) for each in stops)
+    return all(isinstance(each, str) and 0 < len(each) <= LONGEST_STOP for each in value)
 
 
 def _is_bias(value: Any) -> bool:
-    number = _number(-100, 100)
-    return _is_object(value) and all(
-        key.isascii() and key.isdigit() and len(key) < 10 and number(bias)
-        for key, bias in value.items()
-    )
+    if not _is_object(value):
+        return False
+    is_allowed = _number(-100, 100)
+    for key, bias in value.items():
+        is_token_id = key.isascii() and key.isdigit() and len(key) < 10
+        if not is_token_id or not is_allowed(bias):
+            return False
+    return True
 
 
 def _number(least: float, most: float, is_whole: bool = False) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        right = int if is_whole else (int, float)
-        return isinstance(value, right) and not isinstance(value, bool) and least <= value <= most
+    kinds = int if is_whole else (int, float)
 
-    return check
+    def is_allowed(value: Any) -> bool:
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return False
+        return least <= value <= most
+
+    return is_allowed
 
 
 def _is_tools(value: Any) -> bool:
     if not _is_objects(value):
         return False
-    functions = [tool.get("function") for tool in value if tool.get("type") == "function"]
-    return len(functions) == len(value) and all(
-        _is_object(function) and isinstance(function.get("name"), str) and function["name"]
-        for function in functions
-    )
+    for tool in value:
+        function = tool.get("function")
+        if tool.get("type") != "function" or not _is_object(function):
+            return False
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            return False
+    return True
 
 
 def _is_stream_options(value: Any) -> bool:
-    return (
-        _is_object(value)
-        and value.keys() <= {"include_usage", "include_obfuscation"}
-        and all(isinstance(each, bool) for each in value.values())
-    )
+    if not _is_object(value) or not value.keys() <= {"include_usage", "include_obfuscation"}:
+        return False
+    return all(map(_is_bool, value.values()))
 
 
 # Name: (whether a value is allowed, what is allowed). Other fields are unknown: 422.
@@ -97,7 +112,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (_number(1e-6, 1), "a number above 0, at most 1"),
     "frequency_penalty": (_number(-0.99, 2), "a number above -1, at most 2"),
     "seed": (_number(0, 2**63 - 1, is_whole=True), "a whole number from 0 to 2**63 - 1"),
-    "stream": (lambda value: isinstance(value, bool), "true or false"),
+    "stream": (_is_bool, "true or false"),
     "stream_options": (_is_stream_options, "an object with include_usage, true or false"),
     "stop": (
         _is_stop,
@@ -150,6 +165,9 @@ WITHOUT_TOOLS: dict[str, tuple[Any, ...]] = {
 }
 
 
+# ---- the checks ----------------------------------------------------------------------------------
+
+
 def parsed(content: bytes) -> dict[str, Any]:
     """Returns a body's object, without fields that are null. Raises ValueError or RecursionError
     if it is not JSON: Python's parser accepts NaN, infinities and halves of surrogate pairs."""
@@ -171,13 +189,14 @@ def check_fields(body: dict[str, Any], needed: str, vocabulary: int, tokenizer: 
     for name, (is_allowed, allowed) in FIELDS.items():
         if name in body and not is_allowed(body[name]):
             raise Refused(f"{name} is {_short(body[name])}; give {allowed}")
-    neutral = NEUTRAL | ({} if body.get("tools") else WITHOUT_TOOLS)
+    neutral = NEUTRAL if body.get("tools") else NEUTRAL | WITHOUT_TOOLS
     for name, values in neutral.items():
         if name in body and not _is_one_of(body[name], values):
             raise Refused(f"{name} {_short(body[name])} is not supported; remove it")
     if "stream_options" in body and not body.get("stream"):
         raise Refused("stream_options has no effect without stream true; remove it")
-    if body.get("max_tokens", most := body.get("max_completion_tokens")) != most and most:
+    both = {body[name] for name in ("max_tokens", "max_completion_tokens") if name in body}
+    if len(both) > 1:
         raise Refused("max_tokens and max_completion_tokens differ; give one of them")
     _check_parts(body.get("messages", ()))
     bias = body.get("logit_bias", {})
@@ -188,26 +207,28 @@ def check_fields(body: dict[str, Any], needed: str, vocabulary: int, tokenizer: 
     else:
         body.pop("logit_bias", None)  # transformers refuses an empty one
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
-    if taken := sorted(own & set(body.get("chat_template_kwargs", {}))):
+    taken = sorted(own & set(body.get("chat_template_kwargs", {})))
+    if taken:
         raise Refused(f"chat_template_kwargs.{taken[0]} is the service's; remove it")
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
     """Whether `value` is one of `values`, where true is not 1."""
-    return any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in values
-    )
+    return any(value == each and _is_bool(value) == _is_bool(each) for each in values)
 
 
 def _check_parts(turns: Any) -> None:
     """Raises Refused for a part of a message that is no text, which would not be read."""
     for turn in turns:
         content = turn.get("content")
-        if content is None and not (turn.get("tool_calls") or turn.get("function_call")):
+        has_call = turn.get("tool_calls") or turn.get("function_call")
+        if content is None and not has_call:
             raise Refused(f"a message of {_short(turn['role'])} has no content; give a text")
         if not isinstance(content, list | str | None):
             raise Refused(f"content is {_short(content)}; give a text, or a list of parts")
-        for part in content if isinstance(content, list) else ():
+        if not isinstance(content, list):
+            continue
+        for part in content:
             kind = part.get("type") if isinstance(part, dict) else part
             if kind not in TEXTS or not isinstance(part.get("text"), str):
                 raise Refused(
@@ -238,7 +259,9 @@ def _characters(tree: Any) -> int:
         return len(tree)
     if isinstance(tree, dict):
         return sum(map(_characters, tree.values()))
-    return sum(map(_characters, tree)) if isinstance(tree, list) else 0
+    if isinstance(tree, list):
+        return sum(map(_characters, tree))
+    return 0
 
 
 def _constant(text: str) -> float:

@@ -30,39 +30,27 @@ class Metrics:
 
     def text(self, is_ready: bool, running: int) -> str:
         """Returns all metrics, one sample a line; `running` requests have a slot."""
-        by_code = {
-            f'{{path="{path}",code="{code}"}}': number
-            for (path, code), number in sorted(self._requests.items())
-        }
+        by_code = {}
+        for (path, code), number in sorted(self._requests.items()):
+            by_code[f'{{path="{path}",code="{code}"}}'] = number
         tokens = {f'{{kind="{kind}"}}': number for kind, number in self._tokens.items()}
         seconds = {"_sum": self._seconds, "_count": self._answers}
-        lines = [
-            *_family("serve_requests_total", "counter", "Requests by path and status", by_code),
-            *_family(
-                "serve_request_seconds",
-                "summary",
-                "Seconds to the end of an answer; refused and failed requests are not in it",
-                seconds,
-            ),
-            *_family("serve_tokens_total", "counter", "Tokens of prompts and answers", tokens),
-            *_family(
-                "serve_running_requests",
-                "gauge",
-                "Requests that are being answered or wait for the model",
-                {"": running},
-            ),
-            *_family(
-                "serve_max_requests",
-                "gauge",
-                "--max_requests: one more is answered with 429",
-                {"": self._max_requests},
-            ),
-            *_family("serve_ready", "gauge", "1 if /ready answers 200", {"": int(is_ready)}),
-        ]
-        return "\n".join(lines) + "\n"
+
+        text = _family("serve_requests_total", "counter", "Requests by path and status", by_code)
+        meaning = "Seconds to the end of an answer; refused and failed requests are not in it"
+        text += _family("serve_request_seconds", "summary", meaning, seconds)
+        text += _family("serve_tokens_total", "counter", "Tokens of prompts and answers", tokens)
+        meaning = "Requests that are being answered or wait for the model"
+        text += _family("serve_running_requests", "gauge", meaning, {"": running})
+        meaning = "--max_requests: one more is answered with 429"
+        text += _family("serve_max_requests", "gauge", meaning, {"": self._max_requests})
+        text += _family("serve_ready", "gauge", "1 if /ready answers 200", {"": int(is_ready)})
+        return text
 
 
-def _family(name: str, kind: str, meaning: str, samples: Mapping[str, float]) -> list[str]:
+def _family(name: str, kind: str, meaning: str, samples: Mapping[str, float]) -> str:
     """Returns the lines of one metric; keys of `samples` follow its name: a suffix or labels."""
-    head = [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
-    return [*head, *(f"{name}{rest} {value}" for rest, value in samples.items())]
+    lines = f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n"
+    for rest, value in samples.items():
+        lines += f"{name}{rest} {value}\n"
+    return lines

@@ -23,7 +23,8 @@ def scored(
     if a request is wrong."""
     if body.get("model", name) != name:
         raise ValueError(f"the model is {name!r}; requested {body['model']!r}")
-    if unknown := sorted(body.keys() - {"model", "messages", "input", "user"}):
+    unknown = sorted(body.keys() - {"model", "messages", "input", "user"})
+    if unknown:
         raise ValueError(f"{unknown[0]} is not read; give messages or input, one of them")
     if ("messages" in body) == ("input" in body):
         raise ValueError("give messages or input, one of them")
@@ -32,15 +33,12 @@ def scored(
         found: Any = tokenizer.apply_chat_template(body["messages"], tools=body.get("tools"))
         sequences = [found["input_ids"]]
     else:
-        texts = [body["input"]] if isinstance(body["input"], str) else body["input"]
-        is_right = (
-            isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)
-        )
-        if not is_right or len(texts) > MOST_TEXTS:
-            raise ValueError(f"input has to be a text or 1 to {MOST_TEXTS} texts")
+        texts = _texts(body["input"])
         end = str(tokenizer.eos_token)
         sequences = [tokenizer(text.removesuffix(end) + end)["input_ids"] for text in texts]
-    most = getattr(model.config, "max_position_embeddings", None) or float("inf")
+    most = getattr(model.config, "max_position_embeddings", None)
+    if not most:  # no limit, as of models without learned positions
+        most = float("inf")
     longest = max(map(len, sequences))
     if not 0 < longest <= most:
         raise ValueError(f"the input has {longest} tokens, and the model has {most} positions")
@@ -58,3 +56,12 @@ def scored(
         "data": data,
         "usage": usage,
     }
+
+
+def _texts(given: Any) -> list[str]:
+    """Returns the texts of `input`. Raises ValueError if it has none, too many, or other values."""
+    texts = [given] if isinstance(given, str) else given
+    is_list = isinstance(texts, list) and 0 < len(texts) <= MOST_TEXTS
+    if not is_list or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"input has to be a text or 1 to {MOST_TEXTS} texts")
+    return texts

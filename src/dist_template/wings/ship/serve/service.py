@@ -32,7 +32,9 @@ POLL_S = 0.05
 
 def is_of_a_client(record: logging.LogRecord) -> bool:
     """Filters uvicorn's access log: False for the probes and the metrics."""
-    _, _, path, *_ = record.args if isinstance(record.args, tuple) else ("",) * 3
+    if not isinstance(record.args, tuple):
+        return True
+    path = record.args[2]  # after the client's address and the method
     return path not in (HEALTH, READY, METRICS)
 
 
@@ -75,7 +77,8 @@ class Service:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        if answer := self._of_service(scope["path"]):
+        answer = self._of_service(scope["path"])
+        if answer is not None:
             return await answer(scope, receive, send)
         started, code = time.perf_counter(), 0
 
@@ -99,7 +102,7 @@ class Service:
         finally:
             path = scope["path"] if scope["path"] in COUNTED else "other"
             seconds = time.perf_counter() - started
-            self.metrics.count(path, code or CLOSED, seconds, tokens)
+            self.metrics.count(path, code if code else CLOSED, seconds, tokens)
 
     def _of_service(self, path: str) -> Response | None:
         """Returns the answer of the service itself; None if the path is the model's."""
