@@ -1,4 +1,11 @@
-"""Uploads committed checkpoints and a run's files to `run.store`, in the background of training."""
+"""Uploads committed checkpoints and a run's files to `run.store`, in the background of training.
+
+1  At the start, rank 0 locks the run in the store (lock.py).
+2  A checkpoint is committed on the disk: each rank uploads the files that it has hashed, in a
+   thread. When all ranks have, rank 0 uploads the manifest, which makes the checkpoint valid, and
+   removes old ones.
+3  At log steps, rank 0 uploads the run's small files that have changed.
+4  At the end, all ranks wait for the last upload."""
 
 import atexit
 import os
@@ -56,8 +63,9 @@ class Store(RunCallback):
         folder: str = "{run}",
     ) -> None:
         self.address, self.keep, self.every_s, self.folder = address, keep, every_s, Path(folder)
-        # checkpoints; failures in a row; seconds in all
-        self.behind, self.failed, self.waited_s = (0, 0, 0.0)
+        self.behind = 0  # committed checkpoints that are not in the store
+        self.failed = 0  # uploads in a row
+        self.waited_s = 0.0  # in all
         self._run: Remote | None = None
         self._group: dist.ProcessGroup | None = None
         self._upload: Future[None] | None = None  # of the last checkpoint
@@ -73,9 +81,8 @@ class Store(RunCallback):
         if trainer.is_global_zero:
             UPLOADS[self.folder] = partial(upload_files, run, self.folder, {})
         if dist.is_initialized():
-            self._group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=self.timeout_s + 600)
-            )
+            timeout = timedelta(seconds=self.timeout_s + 600)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def _lock_run(self, run: Remote) -> None:
         """Locks the run in the store, on rank 0. Collective; raises InputError on all ranks if
@@ -83,22 +90,27 @@ class Store(RunCallback):
         has stored a checkpoint since this one looked."""
         why, is_for_relaunch = None, False
         if self._trainer.is_global_zero:
-            if earlier := LOCKS.pop(self.folder, None):  # of a training of this process
+            earlier = LOCKS.pop(self.folder, None)  # of a training of this process
+            if earlier is not None:
                 earlier.release()
             waiting = copy(run)
             waiting.until, waiting.waits_for_answers = time.monotonic() + DOWN_S, True
             try:
                 lock = StoreLock(waiting)
-                if (why := lock.take()) is None:
+                why = lock.take()
+                if why is None:
                     LOCKS[self.folder] = lock
                     atexit.register(lock.release)  # if no hook at the end is called
-                    if newer := missed(waiting):
+                    newer = missed(waiting)
+                    if newer:
                         why, is_for_relaunch = newer, True
             except InputError as error:
                 why, is_for_relaunch = str(error), isinstance(error, StoreDown)
         why, is_for_relaunch = broadcast((why, is_for_relaunch))
+        if why and is_for_relaunch:
+            raise Ended(Exit.REQUEUE, why)
         if why:
-            raise Ended(Exit.REQUEUE, why) if is_for_relaunch else InputError(why)
+            raise InputError(why)
 
     # ---- checkpoints -------------------------------------------------------------------------
 
@@ -114,7 +126,7 @@ class Store(RunCallback):
             self.settle()
             self.behind += 1
             self._run.until = time.monotonic() + self.timeout_s
-            upload = partial(self._upload_checkpoint, self._run / CHECKPOINTS, path, [*hashed])
+            upload = partial(self._upload_checkpoint, self._run / CHECKPOINTS, path, list(hashed))
             self._upload = self._thread.submit(self._try, path.name, upload)
 
     def settle(self) -> None:
@@ -185,19 +197,29 @@ class Store(RunCallback):
         self._run = self._group = None
 
     def _report(self, sentence: str) -> None:
-        if self._trainer.is_global_zero:
-            getattr(console_of(self._trainer), "write", print)(f"store: {sentence}")
+        if not self._trainer.is_global_zero:
+            return
+        console = console_of(self._trainer)
+        if console is None:
+            print(f"store: {sentence}")
+        else:
+            console.write(f"store: {sentence}")
 
 
 def retain(checkpoints: Remote, newest: Path, keep: int) -> None:
-    """Deletes steps before the newest `keep`, later ones if training went back, or best ones that
-    the disk has no more, as `newest` is one; and what killed uploads have left."""
-    sizes, kind = checkpoints.sizes(), newest.name[:4]
+    """Deletes checkpoints of the kind of `newest`, which was just uploaded. Of steps, the newest
+    `keep` are kept, and none after `newest`: training went back. Of best ones, those are kept that
+    are still on the disk. Remnants of interrupted uploads are deleted."""
+    sizes = checkpoints.sizes()
+    kind = newest.name[:4]  # "step" or "best"
     names = sorted({path.split("/")[0] for path in sizes if path.startswith(kind)}, reverse=True)
     complete = [name for name in names if f"{name}/{MANIFEST}" in sizes and name <= newest.name]
+    if kind == "step":
+        kept = complete[:keep]
+    else:
+        kept = [name for name in names if (newest.parent / name).exists()]
     for name in names:
-        is_kept = name in complete[:keep] if kind == "step" else (newest.parent / name).exists()
-        if not is_kept:
+        if name not in kept:
             (checkpoints / name / MANIFEST).remove()  # first: without it, the rest is no checkpoint
             (checkpoints / name).remove()
 
@@ -210,7 +232,7 @@ def upload_files(run: Remote, folder: Path, sent: dict[str, tuple[int, int]]) ->
             try:
                 status = (folder / name).stat()
                 state = (status.st_mtime_ns, status.st_size)
-                if state[1] > MOST or sent.get(name) == state:
+                if status.st_size > MOST or sent.get(name) == state:
                     continue
                 copied = Path(shutil.copy(folder / name, temporary))  # training may write to it
             except FileNotFoundError:  # removed since it was listed

@@ -1,8 +1,12 @@
 """Hooks of the store, see dist_template.hooks, its rule, and copies of runs for other verbs.
 Without torch.
 
-A copy has a run's small files and the manifests of its checkpoints; ranks that load a checkpoint
-fetch its files."""
+1  Before a verb starts, `at_start` copies what this disk lacks of the run that is continued or
+   evaluated: its small files and the manifests of its checkpoints.
+2  Ranks that load a checkpoint fetch its files (`fetch`).
+3  After training, `at_run_end` uploads the last files and releases the lock.
+
+Other verbs get their copy of a run in a store by `local_copy`."""
 
 import json
 import os
@@ -23,15 +27,15 @@ from ..history import History
 from .lock import LOCKS
 from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreDown, is_below
 
-# s3:/… is an address as a Path
+# An address such as s3://…; s3:/… is the same one after it was a Path.
 RUN = re.compile(r"(\w{2,}):/{1,2}(.+?)(/checkpoints/(?:best-)?step\d{8,}\.ckpt)?/*")
 MANIFEST_OF_CHECKPOINT = re.compile(rf"(?:.*/)?(?:best-)?step\d{{8,}}\.ckpt/{MANIFEST}")
 MOST = 64 * 2**20  # bytes of a manifest
 FETCH_S = 120.0  # for which the download of a file is tried again
 DOWN_S = 300.0  # for which a training waits at its start for a store that does not answer
-# addresses that the user gave: `run.store`, or a run's; a manifest may name a folder below one
+# Addresses that the user gave: `run.store`, or a run's. A manifest may name a folder below one.
 OWN: set[str] = set()
-# when the newest checkpoint of a run in a store was written that this process knows, by address
+# Address of a run: when the newest checkpoint in the store was written that this process knows of.
 NEWEST: dict[str, float] = {}
 
 
@@ -47,7 +51,7 @@ def at_start(settings: Namespace, verb: str | None) -> None:
             if settings.store.folder != PLACEHOLDER:  # its files would be uploaded
                 what = "it is the run's folder; remove the key"
                 raise InputError(f"store.folder is {settings.store.folder!r}: {what}")
-            settings.store.address = runs and runs.address
+            settings.store.address = None if runs is None else runs.address
         _prepare(settings, verb, runs)
     except StoreDown as error:
         if verb != "fit":
@@ -62,13 +66,12 @@ def _prepare(settings: Namespace, verb: str | None, runs: Remote | None) -> None
     if verb and given and "://" in given:
         settings.ckpt_path = local_copy(given, "--ckpt_path", waits=verb == "fit")
     elif verb and runs and not settings.trainer.fast_dev_run:
-        is_first = (
-            sum(int(os.environ.get(name) or 0) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-            == 0
-        )
+        is_first = not any(map(_rank, ("RANK", "SLURM_PROCID", "LOCAL_RANK")))
         if verb == "fit" and is_first:
             runs.check()
-        run_id = os.environ.get(Variable.RUN_ID) or os.environ.get("SLURM_JOB_ID")
+        run_id = os.environ.get(Variable.RUN_ID)
+        if not run_id:
+            run_id = os.environ.get("SLURM_JOB_ID")
         if given in ("last", "best") or (verb != "fit" and not given):
             written = checkpoints(runs)
             run_id = max(written, key=written.__getitem__, default="").partition("/")[0]
@@ -77,6 +80,12 @@ def _prepare(settings: Namespace, verb: str | None, runs: Remote | None) -> None
             folders = (settings.last_checkpoint.dirpath, settings.best_checkpoint.dirpath)
             last, best = (Path(path.replace("{run}", str(folder))) for path in folders)
             copy_run(runs / run_id, folder, is_first, last, best)
+
+
+def _rank(variable: str) -> int:
+    """Returns the number in an environment variable; 0 if it is not set or empty."""
+    text = os.environ.get(variable)
+    return int(text) if text else 0
 
 
 def fetch(address: str, files: list[str], folder: Path) -> str | None:
@@ -104,26 +113,28 @@ def at_run_end(run: Path, error: BaseException | None) -> None:
         if run in UPLOADS:
             UPLOADS[run]()
     finally:
-        if lock := LOCKS.pop(run, None):
+        lock = LOCKS.pop(run, None)
+        if lock is not None:
             lock.release()
 
 
 def local_copy(given: str | Path, key: str = "RUN", waits: bool = False) -> str:
     """Returns `given`, or a local copy of the run or the checkpoint at a store's address. Raises
     InputError. `waits` for a store that is down."""
-    if not (found := RUN.fullmatch(str(given))):
+    found = RUN.fullmatch(str(given))
+    if found is None:
         return str(given)
     protocol, path, checkpoint = found.groups("")
     if protocol in ("file", "local") and isinstance(given, Path):
-        path = f"/{path.lstrip('/')}"  # a Path has made file:///a of it file:/a
+        path = f"/{path.lstrip('/')}"  # Path turns file:///a into file:/a
     if not path.strip("/"):
         raise InputError(f"{key} {str(given)!r} names no run in the store; give its address")
     until = time.monotonic() + DOWN_S if waits else 0.0
     run = Remote(f"{protocol}://{path}", key, until, waits_for_answers=waits)
-    cache = Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "store"
-    )
-    folder = cache / protocol / path.strip("/")
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if not cache:
+        cache = Path.home() / ".cache"
+    folder = Path(cache, "dist_template", "store", protocol, path.strip("/"))
     copy = folder / checkpoint.strip("/")
     if RunFile.CONFIG in run.sizes():
         copy_run(run, folder, True, folder / CHECKPOINTS, folder / CHECKPOINTS)
@@ -143,15 +154,19 @@ def copy_run(run: Remote, folder: Path, has_files: bool, last: Path, best: Path)
     NEWEST[run.address] = max(stored.values(), default=0.0)
     for path, written in stored.items():
         name = path.split("/")[-2]
-        checkpoint = (best if name.startswith("best") else last) / name
+        kind = best if name.startswith("best") else last
+        checkpoint = kind / name
         file = checkpoint / MANIFEST
         if not file.exists() or time_of(text_here(file)) <= written:
             (run / path.removesuffix(f"/{MANIFEST}")).get(MANIFEST, checkpoint)
-    for path, size in run.sizes().items() if has_files else ():
-        file = folder / path
+    if not has_files:
+        return
+    for path, size in run.sizes().items():
+        # Hidden files are the lock, and remnants of interrupted uploads.
         if path.startswith((f"{CHECKPOINTS}/", ".")) or "/." in path:
-            continue  # hidden: the lock, or what a killed upload has left
-        if not (file.exists() and file.stat().st_size >= size):
+            continue
+        file = folder / path
+        if not file.exists() or file.stat().st_size < size:
             _check_space(run, path, size, folder)
             run.get(path, folder)
 
@@ -171,17 +186,17 @@ def _check_space(run: Remote, path: str, size: int, folder: Path) -> None:
 def checkpoints(folder: Remote) -> dict[str, float]:
     """Returns when the complete checkpoints below a folder were written, by the paths of their
     manifests in it."""
-    return {
-        path: time_of((folder / path).read())
-        for path, size in folder.sizes().items()
-        if MANIFEST_OF_CHECKPOINT.fullmatch(path) and size <= MOST
-    }
+    found = {}
+    for path, size in folder.sizes().items():
+        if MANIFEST_OF_CHECKPOINT.fullmatch(path) and size <= MOST:
+            found[path] = time_of((folder / path).read())
+    return found
 
 
 def missed(run: Remote) -> str:
-    """Says that another launch has stored a checkpoint of the run since this process looked; ""
-    if none has. What this disk then goes on from is older, and its uploads would be refused by
-    nobody. Raises InputError of the store."""
+    """Returns a sentence if another launch has stored a checkpoint of the run since this process
+    read the store, else "". This disk would continue from an older checkpoint, and the store would
+    accept its uploads. Raises InputError of the store."""
     known = NEWEST.get(run.address)
     if known is None or max(checkpoints(run).values(), default=0.0) <= known:
         return ""
@@ -209,20 +224,14 @@ def time_of(manifest: bytes | str) -> float:
 def store_refuses(history: History) -> Iterator[Finding]:
     """Rule of diagnosis: the store refuses checkpoints."""
     failed = history.metrics["health/store_failed"]
-    if len(failed) and failed.last:
-        evidence = (
-            f"The last {failed.last:.0f} uploads to {history.key('run.store')} failed; the log has"
-            " the reasons."
-        )
-        cause = Cause(
-            "The store refuses or does not answer: credentials expired, a quota is used up, no"
-            " network."
-        )
-        yield Finding(
-            "store_refuses",
-            "error",
-            "certain",
-            "checkpoints are not in the store",
-            evidence,
-            [cause],
-        )
+    if not len(failed) or not failed.last:
+        return
+    title = "checkpoints are not in the store"
+    evidence = (
+        f"The last {failed.last:.0f} uploads to {history.key('run.store')} failed; the log has the"
+        " reasons."
+    )
+    cause = Cause(
+        "The store refuses or does not answer: credentials expired, a quota is used up, no network."
+    )
+    yield Finding("store_refuses", "error", "certain", title, evidence, [cause])

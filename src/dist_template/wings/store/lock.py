@@ -51,11 +51,14 @@ class StoreLock:
                 self._create()
             elif holder.get("token") == self.claim["token"]:
                 break
-            elif why := self._refusal(holder):
-                return why
-            elif self._holder() == holder:  # else another launch was faster
-                self._object.write(self._content())
-            time.sleep(SETTLE_S)  # of several that write at once, the last holds it
+            else:
+                why = self._refusal(holder)
+                if why:
+                    return why
+                if self._holder() == holder:  # else another launch was faster
+                    self._object.write(self._content())
+            # Of several launches that write at once, the last holds the lock: read it back.
+            time.sleep(SETTLE_S)
         self._object.until = 0.0  # training does not wait for a store that is down
         self._thread = threading.Thread(target=self._renew, daemon=True, name="store lock")
         self._thread.start()
@@ -72,7 +75,8 @@ class StoreLock:
             self._released.set()
             self._thread.join(10.0)  # it may wait for the store
             with suppress(InputError):  # the store is down: the lease ends by itself
-                if (holder := self._holder()) and holder.get("token") == self.claim["token"]:
+                holder = self._holder()
+                if holder and holder.get("token") == self.claim["token"]:
                     self._object.remove()
 
     # ---- the object --------------------------------------------------------------------------
@@ -82,7 +86,8 @@ class StoreLock:
 
     def _holder(self) -> Holder | None:
         """Returns the holder; {} if the object is damaged, None if there is none."""
-        if not (content := self._object.read()):
+        content = self._object.read()
+        if not content:
             return None
         try:
             found = json.loads(content)
@@ -123,8 +128,10 @@ class StoreLock:
         while time.monotonic() < deadline:
             WATCHDOG.keep_alive()
             time.sleep(BEAT_S / 5)
-            if (now := self._holder()) != holder:
-                return sentence if now else None  # released, if there is none
+            now = self._holder()
+            if now != holder:
+                # It was released, or counts.
+                return sentence if now else None
         return None
 
     def _renew(self) -> None:
@@ -132,7 +139,8 @@ class StoreLock:
         while not self._released.wait(BEAT_S):
             try:
                 if not self.is_held():
-                    if self._is_this_process(self._holder() or {}):
+                    holder = self._holder()
+                    if holder and self._is_this_process(holder):
                         return  # a later training of this process has taken it over
                     text = f"store: {self._run.address} was taken over by another launch: this one"
                     print(f"{text} exits", flush=True)
