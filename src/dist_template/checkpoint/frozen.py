@@ -15,7 +15,7 @@ from .. import weights
 
 KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
 REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
-# what the hash is of; checkpoints of versions before 0.33 have one of all in a row
+# What is hashed. Versions before 0.33 hashed all parameters in a row, and did not say so.
 EACH = "each parameter"
 
 CHANGED = "requires_grad_changed"  # in Lightning's dict: {name: what it is since it was changed}
@@ -25,8 +25,10 @@ def restore_trainable(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Freezes and unfreezes what a hook or a callback had frozen and unfrozen in the training that
     wrote the checkpoint. What the module's code says of other parameters, which may have been
     edited since, stays."""
-    changed = checkpoint.get(CHANGED) or {}
-    for name, parameter in module.named_parameters() if changed else ():
+    changed = checkpoint.get(CHANGED)
+    if not changed:
+        return
+    for name, parameter in module.named_parameters():
         if name in changed:
             parameter.requires_grad_(changed[name])
 

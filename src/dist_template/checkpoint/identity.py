@@ -3,7 +3,14 @@
 A data module's `fixed_settings()` and a module's `fixed_settings(data)` return keys and plain
 values that decide the samples, the model's function, its loss or its updates; a hash stands for
 content. Checkpoints have them in their manifest. Keys that only one side has are not compared: a
-checkpoint of an earlier version has none. A field that one model's configuration lacks is null."""
+checkpoint of an earlier version has none. A field that one model's configuration lacks is null.
+
+When a run resumes, `compare` sorts the settings that differ:
+
+    accepted, or neither samples nor function depend on it   a line is printed
+    the checkpoint's schedule or optimizer restores it       the line says so
+    another                                                  refused, with the flag that accepts it
+"""
 
 import hashlib
 import json
@@ -42,7 +49,8 @@ def fixed_settings(
     found: dict[str, object] = getattr(data, KEY, dict)()
     for key in ("gradient_clip_val", "gradient_clip_algorithm", "precision"):
         found[f"trainer.{key}"] = getattr(trainer, key)
-    if of_module := getattr(module, KEY, None):
+    of_module = getattr(module, KEY, None)
+    if of_module is not None:
         found |= of_module(data)
     plain = {}
     for key, value in found.items():
@@ -75,33 +83,58 @@ def compare(
     Raises:
         InputError: one differs that is not accepted, and the samples or the function depend on it;
             or an accepted key does not exist."""
-    starts = [next((m[0] for key in side if (m := MODEL.match(key))), "") for side in (before, now)]
-    if all(starts):  # an export of the checkpoint has its fields under model.pretrained
-        before = {MODEL.sub(starts[1], key): value for key, value in before.items()}
-    if unknown := {*accept} - {*before, *now, *OF_AN_ORDER}:
+    have_models = _model_prefix(before) and _model_prefix(now)
+    if have_models:
+        # An export of the checkpoint has the fields of model.architecture under model.pretrained.
+        before = {MODEL.sub(_model_prefix(now), key): value for key, value in before.items()}
+    unknown = set(accept) - before.keys() - now.keys() - OF_AN_ORDER
+    if unknown:
         raise InputError(f"{ACCEPT} has {min(unknown)}, which is no setting here: remove it")
     changed = []
     for key in before | now:
         old, new = before.get(key), now.get(key)
-        is_field = all(starts) and MODEL.match(key) and (old or new)
-        if old != new and (is_field or key in before and key in now):
+        is_on_both_sides = key in before and key in now
+        is_field = have_models and MODEL.match(key) and (old or new)
+        if old != new and (is_on_both_sides or is_field):
             changed.append(key)
     fixed = list(filterfalse(PRINTED.fullmatch, changed))
-    if types := [key for key in fixed if MODEL.sub("", key) == "model_type"]:
-        fixed = [*types, *filterfalse(MODEL.match, fixed)]  # other fields follow
+    types = [key for key in fixed if MODEL.sub("", key) == "model_type"]
+    if types:
+        # Of another architecture, the other fields differ too: they are not listed.
+        fixed = types + list(filterfalse(MODEL.match, fixed))
     refused = [key for key in fixed if key not in accept]
-    if values := [f"{key} {before.get(key)}, now {now.get(key)}" for key in refused]:
+    if refused:
+        values = [f"{key} {before.get(key)}, now {now.get(key)}" for key in refused]
         raise InputError(
             f"{str(path)!r} was trained with {'; '.join(values)}: restore what it was, or train on"
             f" with the change by --{ACCEPT} '[{', '.join(fixed)}]'"
         )
     effective = []
     for key in changed:
-        line, restored = f"{key} {before.get(key)} -> {now.get(key)}", RESTORED.fullmatch(key)
-        if restored and (restored[1] or "optimizer" not in fixed):
+        line = f"{key} {before.get(key)} -> {now.get(key)}"
+        if _is_restored(key, has_new_optimizer="optimizer" in fixed):
             now[key] = before[key]
             line += " (no effect: a resume keeps the checkpoint's)"
         else:
             effective.append(key)
         rank_zero_only(print)(line)
     return effective
+
+
+def _model_prefix(settings: dict[str, object]) -> str:
+    """Returns what the keys of the model's fields start with; "" without a published model."""
+    for key in settings:
+        found = MODEL.match(key)
+        if found:
+            return found[0]
+    return ""
+
+
+def _is_restored(key: str, has_new_optimizer: bool) -> bool:
+    """Returns whether a resume restores the checkpoint's value. An accepted new class of optimizer
+    reads no state of the old one; the schedule reads its own."""
+    found = RESTORED.fullmatch(key)
+    if found is None:
+        return False
+    is_of_schedule = found[1] is not None
+    return is_of_schedule or not has_new_optimizer

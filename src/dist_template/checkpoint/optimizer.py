@@ -9,6 +9,7 @@ the state again when it is loaded."""
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import lightning as L
@@ -41,10 +42,9 @@ def is_by_name(state: State) -> bool:
 
 def by_name(numbered: State, names: list[str]) -> State:
     """Converts the result of `Optimizer.state_dict`, in which parameter n is `names[n]`."""
-    groups = [
-        group | {"params": [names[number] for number in group["params"]]}
-        for group in numbered.get("param_groups", ())
-    ]
+    groups = []
+    for group in numbered.get("param_groups", ()):
+        groups.append(group | {"params": [names[number] for number in group["params"]]})
     state = {names[number]: values for number, values in numbered.get("state", {}).items()}
     return {"state": state, "param_groups": groups}
 
@@ -98,7 +98,8 @@ def without_moments(named: State, groups: list[list[str]]) -> set[str]:
     InputError if the checkpoint's optimizer did not have one of the parameters."""
     trained = set().union(*(group["params"] for group in named["param_groups"]))
     missing = set().union(*groups) - set(named["state"])
-    if added := sorted(missing - trained):
+    added = sorted(missing - trained)
+    if added:
         raise InputError(
             f"--ckpt_path: the checkpoint has no optimizer state for {added[0]} ({len(added)} such"
             " parameters); resume with the same trainable parameters, or start a new run from its"
@@ -122,8 +123,8 @@ def _are_of_schedule(schedule: Any) -> bool:
     """Returns whether the optimizer has the rates that the schedule has set."""
     if not hasattr(schedule, "get_last_lr"):  # a class of the user's, which the module steps
         return True
-    groups = schedule.optimizer.param_groups
-    return [*map(float, schedule.get_last_lr())] == [float(group["lr"]) for group in groups]
+    rates = [float(group["lr"]) for group in schedule.optimizer.param_groups]
+    return rates == [float(rate) for rate in schedule.get_last_lr()]
 
 
 class ParameterNames(Callback):
@@ -146,14 +147,19 @@ class ParameterNames(Callback):
                 " configure_optimizers, with lr 0 until they are to be trained"
             )
         if trainer.strategy.lightning_restore_optimizer:  # other formats have names
-            checkpoint["parameter_names"] = [
-                sum(groups_of(pl_module, one), []) for one in trainer.optimizers
-            ]
-        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-        if own := [number for number, one in enumerate(schedules) if not _are_of_schedule(one)]:
-            checkpoint[OWN_RATES] = own
+            checkpoint["parameter_names"] = []
+            for optimizer in trainer.optimizers:
+                names = list(chain.from_iterable(groups_of(pl_module, optimizer)))
+                checkpoint["parameter_names"].append(names)
+        own_rates = []
+        for number, config in enumerate(trainer.lr_scheduler_configs):
+            if not _are_of_schedule(config.scheduler):
+                own_rates.append(number)
+        if own_rates:
+            checkpoint[OWN_RATES] = own_rates
         for key in (KEY, REFERENCE):
-            if base := getattr(pl_module, key, None):
+            base = getattr(pl_module, key, None)
+            if base:
                 checkpoint[key] = base
 
     def on_load_checkpoint(
@@ -191,8 +197,8 @@ class ParameterNames(Callback):
             return
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         for number, schedule in enumerate(schedules):
-            others = [each for each in schedules if each.optimizer is schedule.optimizer]
-            if number in self._own_rates or len(others) > 1:
+            of_optimizer = [one for one in schedules if one.optimizer is schedule.optimizer]
+            if number in self._own_rates or len(of_optimizer) > 1:
                 continue
             groups, rates = schedule.optimizer.param_groups, schedule.get_last_lr()
             for group, rate in zip(groups, rates, strict=True):

@@ -4,7 +4,10 @@ A checkpoint is read as data (untrusted.py), so that torch refuses most of what 
 by `on_save_checkpoint`, `save_hyperparameters`, or a schedule that computes with numpy: hours after
 it was written. Here such values are written as a mapping {TYPE: name, "value": …} that is read back
 as what it was; a number of numpy becomes Python's. What cannot be written so is refused at the
-first save."""
+first save.
+
+`plain` converts to this form, in the order: tensors, numbers and texts, arrays, containers, other
+types of Python's library (WRITE), classes that torch was told of. `back` converts back."""
 
 from argparse import Namespace
 from collections import defaultdict, deque
@@ -36,6 +39,7 @@ BASE: dict[type, Callable[[Any], Any]] = {
 # Of a checkpoint, with the strategy's own tensors
 OF_STRATEGY = {"state_dict", "optimizer_states"}
 VIEW = 1 << 20  # bytes beside a view, above which it is copied: torch saves all of a storage
+# The first class that a value is of: a datetime is a date, too.
 WRITE: dict[type, Callable[[Any], Any]] = {
     PurePath: str,
     datetime: datetime.isoformat,
@@ -86,23 +90,18 @@ def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
         if isinstance(value, base):
             return convert(value)
     if isinstance(value, np.ndarray):
-        if value.dtype.kind in "SU":
-            return {TYPE: "texts", "value": [value.tolist(), value.dtype.str]}
-        if value.dtype.kind not in "biufc" or value.dtype.itemsize > 8 * (1 + _is_complex(value)):
-            raise _refusal(value, where)
-        native = value.astype(value.dtype.newbyteorder("="))  # a copy
-        return {TYPE: "array", "value": torch.from_numpy(native)}
+        return _plain_array(value, where)
     if isinstance(value, defaultdict):
-        factory = getattr(value.default_factory, "__name__", "")
-        if (
-            value.default_factory is not None
-            and FACTORIES.get(factory) is not value.default_factory
-        ):
+        factory = value.default_factory
+        name = getattr(factory, "__name__", "")
+        if factory is not None and FACTORIES.get(name) is not factory:
             raise _refusal(value, where)
-        return {TYPE: "defaultdict", "value": [factory, _items(value, where)]}
+        return {TYPE: "defaultdict", "value": [name, _items(value, where)]}
     if isinstance(value, dict):
         items = _items(value, where)
-        return type(value)(items) if _is_read(type(value)) and TYPE not in items else items
+        if _is_read(type(value)) and TYPE not in items:
+            return type(value)(items)
+        return items
     if isinstance(value, deque):
         return {TYPE: "deque", "value": [_each(value, where), value.maxlen]}
     if type(value) in (list, tuple):
@@ -120,6 +119,18 @@ def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
     if type(value).__module__.startswith("deepspeed."):  # of its optimizer; zero.py reads them
         return value
     raise _refusal(value, where)
+
+
+def _plain_array(value: np.ndarray, where: tuple[str, ...]) -> dict[str, Any]:
+    kind = value.dtype.kind
+    if kind in "SU":  # texts, which torch has no type for
+        return {TYPE: "texts", "value": [value.tolist(), value.dtype.str]}
+    # torch has no numbers of more than 8 bytes, complex ones of 16.
+    most_bytes = 16 if kind == "c" else 8
+    if kind not in "biufc" or value.dtype.itemsize > most_bytes:
+        raise _refusal(value, where)
+    native = value.astype(value.dtype.newbyteorder("="))  # a copy
+    return {TYPE: "array", "value": torch.from_numpy(native)}
 
 
 def back(value: Any) -> Any:
@@ -143,10 +154,12 @@ def back(value: Any) -> Any:
 
 
 def _items(value: dict[Any, Any], where: tuple[str, ...]) -> dict[Any, Any]:
-    pairs = [(plain(key, where), plain(one, (*where, str(key)))) for key, one in value.items()]
+    pairs = []
+    for key, one in value.items():
+        pairs.append([plain(key, where), plain(one, (*where, str(key)))])
     if all(isinstance(key, Hashable) for key, _ in pairs):
         return dict(pairs)
-    return {TYPE: "pairs", "value": [[*pair] for pair in pairs]}  # a Path as a key
+    return {TYPE: "pairs", "value": pairs}  # a Path as a key becomes a mapping
 
 
 def _without_the_rest(tensor: Tensor) -> Tensor:
@@ -154,11 +167,9 @@ def _without_the_rest(tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor or tensor.device.type == "meta" or tensor.is_sparse:
         return tensor
     size = tensor.numel() * tensor.element_size()
-    return tensor.clone() if tensor.untyped_storage().nbytes() - size > VIEW else tensor
-
-
-def _is_complex(value: np.ndarray) -> bool:
-    return value.dtype.kind == "c"
+    if tensor.untyped_storage().nbytes() - size > VIEW:
+        return tensor.clone()
+    return tensor
 
 
 def _each(values: Any, where: tuple[str, ...]) -> list[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import count, repeat
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -42,16 +42,17 @@ class OnceEach(DefaultSavePlanner):
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        meshes = {
-            value.device_mesh for value in self.state_dict.values() if isinstance(value, DTensor)
-        }
+        meshes = set()
+        for value in self.state_dict.values():
+            if isinstance(value, DTensor):
+                meshes.add(value.device_mesh)
         largest = max(meshes, key=lambda mesh: (mesh.size(), str(mesh)), default=None)
-        self.state_dict = {
-            name: value for name, value in self.state_dict.items() if _is_own(name, value, largest)
-        }
-        self.mappings = {
-            name: path for name, path in self.mappings.items() if name in self.state_dict
-        }
+        own = {}
+        for name, value in self.state_dict.items():
+            if _is_own(name, value, largest):
+                own[name] = value
+        self.state_dict = own
+        self.mappings = {name: path for name, path in self.mappings.items() if name in own}
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -61,23 +62,28 @@ class OnceEach(DefaultSavePlanner):
 
 def _is_own(name: str, value: object, largest: DeviceMesh | None) -> bool:
     """Returns whether this rank writes a value. What remains double, as a pipeline's tied weights,
-    rank 0 drops."""
-    # settings and counts of steps: in one file, which all ranks read
-    mesh, copied, number = (largest, repeat(True), 0)
+    rank 0 drops.
+
+    Of the ranks with the same shard, the one whose coordinates along the mesh's replicated
+    dimensions are the digits of the tensor's number writes it."""
     if isinstance(value, DTensor):
         number = _number(name)
-        mesh, copied = (
-            value.device_mesh,
-            [placement.is_replicate() for placement in value.placements],
-        )
-    elif name.startswith("state_dict."):
-        return True  # few; torch's planner sends them
-    if mesh is None:
+        mesh = value.device_mesh
+        replicated = [placement.is_replicate() for placement in value.placements]
+    elif name.startswith("state_dict."):  # few; torch's planner sends them
         return True
-    for place, size, is_copied in zip(
-        mesh.get_coordinate() or (), mesh.shape, copied, strict=False
-    ):
-        if is_copied:
+    elif largest is None:
+        return True
+    else:
+        # Settings and counts of steps are in one file, which all ranks read.
+        number = 0
+        mesh = largest
+        replicated = [True] * mesh.ndim
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return True
+    for place, size, is_replicated in zip(coordinate, mesh.shape, replicated, strict=True):
+        if is_replicated:
             number, chosen = divmod(number, size)
             if chosen != place:
                 return False

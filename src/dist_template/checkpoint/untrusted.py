@@ -92,7 +92,9 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
             refuse(name, f"is a {type(content[name]).__name__}, and not a {kind.__name__}")
     for name in OF_STATES:
         states = content.get(name, {})
-        for state in states.values() if isinstance(states, dict) else states:
+        if isinstance(states, dict):
+            states = states.values()
+        for state in states:
             if not isinstance(state, dict):
                 refuse(name, f"have a {type(state).__name__} in place of a state")
     for state in content.get("optimizer_states", ()):
@@ -114,8 +116,10 @@ def agreed_on_errors() -> Generator[None]:
         yield
     except InputError as error:
         refusal = str(error)
-    if refusal := weights.broadcast(next(filter(None, weights.to_rank_zero(refusal)), None)):
-        raise InputError(refusal)
+    refusals = [text for text in weights.to_rank_zero(refusal) if text]
+    first = weights.broadcast(refusals[0] if refusals else None)
+    if first:
+        raise InputError(first)
 
 
 class DataReader(FileSystemReader):
