@@ -52,16 +52,14 @@ GUARDS = {
         "[ddp-nan]"),
     "replicas that differ are never saved": Guard("        if differ:", "        if False:"),
     "a hang is named": Guard(
-        'behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind',
-        "behind = behind[:1]"),
+        'busy = {rank for rank in behind if not statuses[rank]["waits"]}', "busy = {min(behind)}"),
     "ranks with different environments do not train": Guard("if len(ranks) == 1:", "if True:"),
     "an exit by decision is not restarted": Guard(
         "return any(code in DECIDED for code in self.codes)", "return False"),
     "two launches of one run are refused": Guard(
         'if holder.get("machine") == claim["machine"]:', "if False:"),
     "secrets are not written": Guard(
-        "return HIDDEN if is_secret and value else _without_tokens(value)",
-        "return value"),
+        "if is_secret and value:", "if False:"),
     "experts are balanced": Guard(
         "torch.sign(total / self._num - loads)", "torch.sign(loads - total / self._num)"),
     "an export has the trained model's logits": Guard(

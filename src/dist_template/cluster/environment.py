@@ -41,14 +41,17 @@ def comparable() -> dict[str, object]:
     import torch
     import torch.cuda.nccl
 
-    commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    nccl = None
+    if torch.version.cuda:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    changes = git("diff", "HEAD")
     return {
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+        "nccl": nccl,
         "driver": driver(),
-        "gpus": [*map(torch.cuda.get_device_name, range(torch.cuda.device_count()))],
-        "git_commit": commit,
+        "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())],
+        "git_commit": git("rev-parse", "HEAD"),
         "git_diff": digest(changes) if changes else None,
         "variables": recorded_variables(os.environ),
         "packages": packages(),
@@ -69,7 +72,8 @@ def packages() -> dict[str, str]:
 
 def driver() -> str | None:
     """Returns the version of the NVIDIA driver, or None without one."""
-    if not (text := text_of(DRIVER)):
+    text = text_of(DRIVER)
+    if not text:
         return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found.group() if found else "unknown"
@@ -86,7 +90,9 @@ def git(*arguments: str) -> str | None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    if result.returncode != 0:
+        return None
+    return result.stdout.strip()
 
 
 def machine() -> str:

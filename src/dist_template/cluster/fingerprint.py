@@ -1,4 +1,9 @@
-"""Compares the environment of all ranks before the first collective."""
+"""Compares the environment of all ranks before the first collective.
+
+1  Rank 0 locks the run's folder (`lock`).
+2  When all ranks are connected, each sends a hash of its environment to rank 0 (`begin`).
+3  If the hashes differ, one rank with each hash sends its environment, rank 0 prints a table of the
+   differences, and all ranks exit. A refused lock ends all ranks in the same way."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,21 +41,25 @@ class SameEnvironment(Callback):
         `timeout_s` 0 is the default."""
 
         def compare(rendezvous: Rendezvous) -> None:
-            data = getattr(getattr(trainer, "datamodule", None), "corpus", None)
-            facts = {**comparable(), "run_folder": str(run), "config": {}}
+            keys = {}
             for key, value in flatten(config).items():
-                facts["config"][key] = str(value).replace(str(run), "{run}")
-            facts["data"] = flatten(getattr(data, "manifest", None) or {})  # its opened token cache
+                keys[key] = str(value).replace(str(run), "{run}")
+            cache = getattr(getattr(trainer, "datamodule", None), "corpus", None)  # of tokens
+            manifest = getattr(cache, "manifest", None)
+            facts = comparable() | {"run_folder": str(run), "config": keys}
+            facts["data"] = flatten(manifest) if manifest else {}
             self.compare(rendezvous, facts)
 
-        before_first_collective(trainer, timeout_s or START_TIMEOUT_S, compare)
+        before_first_collective(trainer, timeout_s if timeout_s else START_TIMEOUT_S, compare)
 
     def lock(self, trainer: Any, run: Path, started_by_a_launcher: bool) -> None:
         """Locks the run's folder on rank 0. Other ranks learn of a refusal in the comparison."""
-        if trainer.is_global_zero and not trainer.fast_dev_run and (refusal := RUN_LOCK.take(run)):
-            if not started_by_a_launcher or trainer.world_size == 1:
-                raise InputError(refusal)
-            self.refusal = refusal
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        refusal = RUN_LOCK.take(run)
+        if refusal and (not started_by_a_launcher or trainer.world_size == 1):
+            raise InputError(refusal)
+        self.refusal = refusal
 
     def compare(self, rendezvous: Rendezvous, facts: Mapping[str, object]) -> None:
         """Compares the facts of all ranks. Collective. `facts` are this rank's: group -> value, or
@@ -64,7 +73,7 @@ class SameEnvironment(Callback):
 
         def first_of_each(found: list[str]) -> tuple[str | None, list[int]]:
             digests.extend(found)
-            return self.refusal, [*map(found.index, dict.fromkeys(found))]
+            return self.refusal, [found.index(each) for each in dict.fromkeys(found)]
 
         refusal, ranks = rendezvous.ask("digest", digest(sorted(own.items())), first_of_each)
         if refusal:
@@ -92,7 +101,8 @@ def table(columns: list[dict[str, str]]) -> str:
         for rank, column in enumerate(columns):
             ranks.setdefault(column.get(key, NOTHING), []).append(rank)
         if len(ranks) > 1:
-            rows += [[key, rank_ranges(there), text] for text, there in ranks.items()]
+            for text, there in ranks.items():
+                rows.append([key, rank_ranges(there), text])
     title = (
         "the ranks' environments differ; make them equal, or allow it: --same_environment.ignore"
         " '[KEY, …]'"

@@ -1,4 +1,10 @@
-"""Names the rank that caused a hang, from the status of each rank."""
+"""Names the rank that caused a hang, from the status of each rank.
+
+1  Ranks that have finished are set aside.
+2  If the data of some ranks ended before others', they do not hang: the sentence says so.
+3  Stalled are the ranks that do not answer; else those with the least progress, without those that
+   wait for another rank.
+4  The sentence names them with their line of code, and where the others wait."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,49 +21,68 @@ def find_stalled(
     file:line of the innermost frame; `waits`, for other ranks; `is_finished`, which such ranks are
     not behind; and may have `batches`, of training in this epoch, and `has_ended`, whether its data
     have. `finished` are further ranks that have finished."""
-    done = sorted({*finished, *(rank for rank, each in statuses.items() if each["is_finished"])})
-    statuses = {rank: each for rank, each in statuses.items() if rank not in done}
-    if not silent and not done and (uneven := _uneven(statuses)):
-        return uneven
-    by_beats: dict[int, list[int]] = {}
+    done = set(finished)
     for rank, status in statuses.items():
-        by_beats.setdefault(status["beats"], []).append(rank)
-    behind = by_beats[min(by_beats)] if by_beats else []
-    behind = [rank for rank in behind if not statuses[rank]["waits"]] or behind
+        if status["is_finished"]:
+            done.add(rank)
+    statuses = {rank: status for rank, status in statuses.items() if rank not in done}
+    if not silent and not done:
+        uneven = _uneven(statuses)
+        if uneven:
+            return uneven
     parts = []
     if silent:
-        behind = silent
+        behind = set(silent)
         parts.append(
             f"{ranks_text(silent)} unresponsive: the process is stopped or its node is lost"
         )
-    elif len(behind) == len(statuses) > 1:
-        parts.append("no rank is behind the others")
-    behind, stalled, waiting = {*behind}, {}, {}  # ranks by place
+    else:
+        behind = _least_advanced(statuses)
+        if len(behind) == len(statuses) > 1:
+            parts.append("no rank is behind the others")
+    # Ranks by what is said of them.
+    stalled: dict[str, list[int]] = {}
+    waiting: dict[str, list[int]] = {}
     for rank, status in statuses.items():
         place = status["place"]
         if rank in behind:
-            stalled.setdefault(f"stalled: {place}, {status['line']}", []).append(rank)
+            stalled.setdefault(f"{place}, {status['line']}", []).append(rank)
         else:
             waiting.setdefault(place, []).append(rank)
-    parts += [f"{ranks_text(ranks)} {place}" for place, ranks in stalled.items()]
+    for place, ranks in stalled.items():
+        parts.append(f"{ranks_text(ranks)} stalled: {place}")
     for place, ranks in waiting.items():
         parts.append(f"{ranks_text(ranks)} waiting for it in {place.removeprefix('in ')}")
-    if done:
-        have = "rank {} has" if len(done) == 1 else "ranks {} have"
-        parts.append(f"{have.format(rank_ranges(done))} finished")
+    if len(done) == 1:
+        parts.append(f"rank {rank_ranges(list(done))} has finished")
+    elif done:
+        parts.append(f"ranks {rank_ranges(sorted(done))} have finished")
     return "; ".join(parts)
+
+
+def _least_advanced(statuses: Mapping[int, Mapping[str, Any]]) -> set[int]:
+    """Returns the ranks with the least progress; of these, those that do not wait for another rank,
+    if there are any."""
+    if not statuses:
+        return set()
+    least = min(status["beats"] for status in statuses.values())
+    behind = {rank for rank, status in statuses.items() if status["beats"] == least}
+    busy = {rank for rank in behind if not statuses[rank]["waits"]}
+    return busy if busy else behind
 
 
 def _uneven(statuses: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns a sentence if the data of some ranks have ended, and others have begun a later batch;
     "" otherwise."""
-    ended, training = dict[int, int](), dict[int, int]()  # batches by rank
+    ended: dict[int, int] = {}  # batches by rank
+    training: dict[int, int] = {}
     for rank, status in statuses.items():
-        (ended if status.get("has_ended") else training)[rank] = status.get("batches", 0)
+        batches = ended if status.get("has_ended") else training
+        batches[rank] = status.get("batches", 0)
     if not ended or not training or max(training.values()) <= min(ended.values()):
         return ""
-    rank = min(ended, key=lambda each: ended[each])
-    further = max(training, key=lambda each: training[each])
+    rank = min(ended, key=ended.__getitem__)
+    further = max(training, key=training.__getitem__)
     return (
         f"the data of rank {rank} ended after batch {ended[rank]} of the epoch, and rank {further}"
         f" is in batch {training[further]}: no rank is stalled; all ranks need equally many batches"
@@ -74,9 +99,11 @@ def ranks_text(ranks: list[int]) -> str:
 
 def rank_ranges(ranks: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"."""
-    texts, first = [], 0
+    texts = []
+    first = 0  # index of the first rank of a range
     for index, rank in enumerate(ranks):
-        if index + 1 == len(ranks) or ranks[index + 1] != rank + 1:
+        is_last = index + 1 == len(ranks) or ranks[index + 1] != rank + 1
+        if is_last:
             texts.append(str(rank) if first == index else f"{ranks[first]}-{rank}")
             first = index + 1
     return ", ".join(texts)

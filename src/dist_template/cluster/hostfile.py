@@ -21,7 +21,8 @@ def read(path: str, check_name: Callable[[str], None]) -> dict[str, int]:
     """Returns the number of slots of each host, in the order of the file. Raises InputError for a
     file that cannot be read, a wrong line, a host that is there twice, and without a host;
     `check_name` raises it for a name that is none."""
-    where, found = f"cluster.hostfile {path}", dict[str, int]()
+    found: dict[str, int] = {}
+    where = f"cluster.hostfile {path}"
     try:
         lines = read_text(Path(path)).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -30,7 +31,8 @@ def read(path: str, check_name: Callable[[str], None]) -> dict[str, int]:
         line = text.partition("#")[0].strip()
         if not line:
             continue
-        if not (known := LINE.fullmatch(line)):
+        known = LINE.fullmatch(line)
+        if known is None:
             raise InputError(
                 f"{where}, line {number} is {line!r}: write `name slots=N`, the number of devices"
             )
@@ -48,8 +50,8 @@ def chosen(slots: dict[str, int], include: str, exclude: str) -> dict[str, list[
     """Returns the hosts that `include` or `exclude` leave, with the slots to use: their numbers, as
     CUDA_VISIBLE_DEVICES has them. Raises InputError for a host or a slot that the file does not
     have."""
-    if not (include or exclude):
-        return {host: [*range(count)] for host, count in slots.items()}
+    if not include and not exclude:
+        return {host: list(range(count)) for host, count in slots.items()}
     require("deepspeed", "cluster.include")
     from deepspeed.launcher.runner import parse_inclusion_exclusion
 
@@ -59,4 +61,4 @@ def chosen(slots: dict[str, int], include: str, exclude: str) -> dict[str, list[
         raise InputError(f"cluster.include or cluster.exclude: {reason(error)}") from error
     if not active:
         raise InputError(f"cluster.exclude {exclude!r} leaves no host of cluster.hostfile")
-    return {host: [*used] for host, used in active.items()}
+    return {host: list(used) for host, used in active.items()}

@@ -11,10 +11,13 @@ __all__ = ["Variable"]
 class Variable:
     """Names of the environment variables."""
 
-    RUN_ID = "DIST_RUN_ID"  # the name of the run's folder; set by launch/*, or the first process
-    LAUNCH = "DIST_LAUNCH"  # identifies the launch, the same on all nodes; set by torchrun.py
-    STARTED = "DIST_JOB_STARTED"  # Unix time of the job's first start; set by launchers
-    # a folder for the ranks' exit codes; set by wings/launch/ranks.py
+    # The name of the run's folder; set by launch/*, or the first process.
+    RUN_ID = "DIST_RUN_ID"
+    # Identifies the launch, the same on all nodes; set by torchrun.py.
+    LAUNCH = "DIST_LAUNCH"
+    # Unix time of the job's first start; set by launchers.
+    STARTED = "DIST_JOB_STARTED"
+    # A folder for the ranks' exit codes; set by wings/launch/ranks.py.
     EXIT_CODES = "DIST_EXIT_CODES"
 
 
@@ -42,24 +45,26 @@ def check_environment() -> None:
     """Raises InputError if a variable that a launcher sets is no number, or contradicts another."""
     found = {}
     for name, (least, most) in NUMBERS.items():
-        if given := os.environ.get(name):
-            try:
-                found[name] = float(given) if name == Variable.STARTED else int(given)
-                is_possible = least <= found[name] <= most
-            except ValueError:
-                is_possible = False
-            if not is_possible:
-                raise InputError(
-                    f"the environment variable {name} is {given!r}; a launcher sets it to a number"
-                    f" from {least} to {most:.0f}: unset it, or start by torchrun or `launch`"
-                )
+        given = os.environ.get(name)
+        if not given:
+            continue
+        try:
+            found[name] = float(given) if name == Variable.STARTED else int(given)
+            is_possible = least <= found[name] <= most
+        except ValueError:
+            is_possible = False
+        if not is_possible:
+            raise InputError(
+                f"the environment variable {name} is {given!r}; a launcher sets it to a number"
+                f" from {least} to {most:.0f}: unset it, or start by torchrun or `launch`"
+            )
     for rank, size in RANKS:
         if rank in found and size in found and found[rank] >= found[size]:
             raise InputError(
                 f"the environment variable {rank} is {found[rank]}, and {size} is {found[size]}:"
                 " unset both, or start by torchrun or `launch`"
             )
-    local = found.get("LOCAL_WORLD_SIZE") or found.get("LOCAL_SIZE")
+    local = found.get("LOCAL_WORLD_SIZE", found.get("LOCAL_SIZE"))
     if local and "WORLD_SIZE" in found and found["WORLD_SIZE"] % local:
         raise InputError(
             f"the environment variable WORLD_SIZE is {found['WORLD_SIZE']}, which is no multiple of"
@@ -69,5 +74,6 @@ def check_environment() -> None:
 
 def record_exit(code: int) -> None:
     """Writes this rank's exit code for a launcher that loses it."""
-    if folder := os.environ.get(Variable.EXIT_CODES):
+    folder = os.environ.get(Variable.EXIT_CODES)
+    if folder:
         Path(folder, os.environ.get("RANK", "0")).write_text(str(int(code)), encoding="utf-8")

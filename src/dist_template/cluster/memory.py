@@ -17,9 +17,9 @@ def memory_limit() -> int:
     found = re.search(r"^0::/?(.*)$", text_of(Path("/proc/self/cgroup")), re.MULTILINE)
     group = CGROUPS / found.group(1) if found else CGROUPS
     for folder in (group, *group.parents):  # a parent's limit applies to its children
-        if (
-            folder.is_relative_to(CGROUPS)
-            and (text := text_of(folder / "memory.max").strip()).isdigit()
-        ):
+        if not folder.is_relative_to(CGROUPS):
+            break
+        text = text_of(folder / "memory.max").strip()
+        if text.isdigit():  # not "max", which is no limit
             limits.append(int(text))
     return min(limits)

@@ -38,7 +38,7 @@ SECRET_WORDS = "credential credentials passphrase passwd password passwords secr
 ENDINGS = "json pem text value"
 NO_SECRETS = "bos cls eos image label mask pad sep sort text unk"
 PASSWORD_IN_URL = re.compile(r"(?<=://)[^/\s,'\"]+(?=@)")  # a password may have an @
-# A parameter of an address: of a presigned one, whoever has it may read
+# A parameter of an address: whoever has a presigned one may read what it leads to.
 PARAMETER = re.compile(r"([?&]([\w.-]+)=)[^&#\s'\",\]})]+")
 # Tokens that are known by their beginnings: Hugging Face, GitHub, GitLab, AWS, OpenAI, Slack
 TOKEN = re.compile(
@@ -67,16 +67,22 @@ def redacted(value: Any, is_secret: bool = False) -> Any:
         return [redacted(item, is_secret) for item in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if is_secret and value else _without_tokens(value)
+    if is_secret and value:
+        return HIDDEN
+    return _without_tokens(value)
 
 
 def _without_tokens(text: str) -> str:
     """Returns a text without passwords and signatures of addresses, and without known tokens."""
 
     def parameter(found: re.Match[str]) -> str:
-        return found[1] + HIDDEN if names_a_secret(found[2]) else found[0]
+        if names_a_secret(found[2]):
+            return found[1] + HIDDEN
+        return found[0]
 
-    return TOKEN.sub(HIDDEN, PARAMETER.sub(parameter, PASSWORD_IN_URL.sub(HIDDEN, text)))
+    text = PASSWORD_IN_URL.sub(HIDDEN, text)
+    text = PARAMETER.sub(parameter, text)
+    return TOKEN.sub(HIDDEN, text)
 
 
 def redacted_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -130,4 +136,6 @@ def _redacted_text(text: str, is_secret: bool) -> str:
     hidden = redacted(value)
     if hidden == value:
         return text
-    return hidden if isinstance(hidden, str) else json.dumps(hidden, default=str)
+    if isinstance(hidden, str):
+        return hidden
+    return json.dumps(hidden, default=str)

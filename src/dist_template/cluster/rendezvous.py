@@ -2,7 +2,14 @@
 
 A store knows which ranks have connected, and rank 0 can compare their values in it. torch creates
 it in `init_process_group`; here it is created a moment earlier at the same address, and torch
-shares it."""
+shares it.
+
+1  A launcher has started the processes; they agree on the run's folder (`agreed`).
+2  When Lightning sets up its environment, each rank connects (`before_first_collective`). Rank 0
+   hosts the store, unless torchrun's agent does; the others try until it is there.
+3  All ranks put values into the store, rank 0 answers, or names the ranks that are missing
+   (`Rendezvous.ask`).
+4  The watchdog keeps the store, by which ranks exchange where they are."""
 
 from __future__ import annotations
 
@@ -50,19 +57,19 @@ class Rendezvous:
         """Returns on every rank what rank 0 answers to the values of `ranks` (None: all), which
         only rank 0 reads, so that the store sends one answer to a rank. Collective; raises Ended if
         some have not called it in time."""
-        ranks = [*range(self.world_size)] if ranks is None else [*ranks]
+        asked = list(range(self.world_size) if ranks is None else ranks)
         try:
-            if self.rank in ranks:
+            if self.rank in asked:
                 self.store.set(f"{key}/{self.rank}", json.dumps(value))
             if self.rank == 0:
-                self.store.set(f"{key}/answer", json.dumps(self._read(key, ranks, answer)))
-            # rank 0 names missing ranks
+                self.store.set(f"{key}/answer", json.dumps(self._read(key, asked, answer)))
+            # Longer than rank 0 waits for the values: it names the missing ranks.
             self.store.wait([f"{key}/answer"], timedelta(seconds=self.timeout_s + 5))
             missing, found = json.loads(self.store.get(f"{key}/answer"))
         except (dist.DistStoreError, dist.DistNetworkError):
             raise _rank_zero_missing(self.rank, self.world_size, self.timeout_s) from None
         if missing:
-            self.leave({*range(self.world_size)} - {*missing})
+            self.leave(set(range(self.world_size)) - set(missing))
             raise Ended(Exit.HUNG, _missing(missing, self.world_size, self.timeout_s))
         return found
 
@@ -73,9 +80,11 @@ class Rendezvous:
         keys = [f"{key}/{rank}" for rank in ranks]
         with suppress(dist.DistStoreError):
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
-        if missing := absent(self.store, keys):
+        missing = absent(self.store, keys)
+        if missing:
             return [ranks[index] for index in missing], None
-        return [], answer([*map(json.loads, self.store.multi_get(keys))])
+        values = [json.loads(text) for text in self.store.multi_get(keys)]
+        return [], answer(values)
 
     def leave(self, ranks: Iterable[int] | None = None) -> None:
         """Call it before `ranks` (None: all) exit: rank 0 waits for the others, as the store may be
@@ -93,8 +102,9 @@ def agreed(key: str, value: str, timeout_s: float) -> str:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = _open(address, port, rank, world_size, timeout_s)
-    _first_stores.append(store)  # the ranks' next stores share rank 0's server
-    # an agent's store outlives a restart
+    # Kept, because the stores that the ranks open next share rank 0's server.
+    _first_stores.append(store)
+    # An agent's store outlives a restart, with the keys of the attempt before.
     key = f"{key} {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
     try:
         if rank == 0:
@@ -124,11 +134,8 @@ def before_first_collective(
 
 def connect(strategy: Any, timeout_s: float, function: Callable[[Rendezvous], None]) -> None:
     """Connects a rank to the store, calls `function`, and gives the watchdog the store."""
-    rank, world_size, environment = (
-        strategy.global_rank,
-        strategy.world_size,
-        strategy.cluster_environment,
-    )
+    rank, world_size = strategy.global_rank, strategy.world_size
+    environment = strategy.cluster_environment
     with WATCHDOG.paused():  # the rendezvous has its own limit, and names the missing ranks
         store = _open(environment.main_address, environment.main_port, rank, world_size, timeout_s)
         if _is_in_agent():  # which outlives a restart, with the keys of the attempt before
@@ -145,16 +152,22 @@ def _open(address: str, port: int, rank: int, world_size: int, timeout_s: float)
     """Opens the store as torch does, but does not wait for all ranks: missing ones are named."""
     is_host = rank == 0 and not _is_in_agent()
     deadline = time.monotonic() + timeout_s
-    while not is_host:  # torch's client gives up later, with C++ frames
+    # torch's own client would give up later, with C++ frames.
+    while not is_host:
         with suppress(OSError):  # refused, or the host name is not known yet
             socket.create_connection((address, port), timeout=timeout_s).close()
             break
         if time.monotonic() > deadline:
             raise _rank_zero_missing(rank, world_size, timeout_s, f" (at {address}:{port})")
         time.sleep(0.2)
-    timeout, shared = timedelta(seconds=timeout_s), not _is_in_agent()
     return dist.TCPStore(
-        address, port, world_size, is_host, timeout, wait_for_workers=False, multi_tenant=shared
+        address,
+        port,
+        world_size,
+        is_host,
+        timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=not _is_in_agent(),
     )
 
 

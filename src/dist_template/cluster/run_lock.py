@@ -54,13 +54,15 @@ class RunLock(AbstractContextManager):
             with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
                 json.dump(claim, file)
                 break
-            if (holder := read(path)) is None:  # released in the meantime
+            holder = read(path)
+            if holder is None:  # released in the meantime
                 continue
-            if why := refusal(path, holder, claim):
+            why = refusal(path, holder, claim)
+            if why:
                 return why
             if read(path) == holder:  # else another launch was faster
                 write_atomically(path, json.dumps(claim))
-                # of several launches that take it over at once, the last holds it
+                # Of several launches that take it over at once, the last holds it.
                 time.sleep(SETTLE_S)
         self._path, self._released = path, threading.Event()
         threading.Thread(target=renew, args=(path, claim, self._released), daemon=True).start()
@@ -93,15 +95,18 @@ RUN_LOCK = RunLock()
 
 def this_process() -> Holder:
     """Returns what lock.json has if this process holds the lock."""
-    process, job = psutil.Process(), os.environ.get("SLURM_JOB_ID")
-    # of the launch, an identifier that a restart or a requeue keeps, or ""
-    of_slurm = f"slurm {job}.{os.environ.get('SLURM_STEP_ID')}" if job else ""
+    process = psutil.Process()
+    # An identifier of the launch that a restart or a requeue keeps, or "".
+    launch = os.environ.get(Variable.LAUNCH)
+    if not launch:
+        job = os.environ.get("SLURM_JOB_ID")
+        launch = f"slurm {job}.{os.environ.get('SLURM_STEP_ID')}" if job else ""
     return {
         "host": platform.node(),
         "machine": machine(),
         "pid": process.pid,
         "since": process.create_time(),
-        "launch": os.environ.get(Variable.LAUNCH) or of_slurm,
+        "launch": launch,
     }
 
 
@@ -122,7 +127,9 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
     sentence = f"{path.parent} is in use by {process}: wait until it exits, or set another"
     sentence += f" {Variable.RUN_ID} or run.name"
     if holder.get("machine") == claim["machine"]:
-        return sentence if holder["pid"] != claim["pid"] and is_alive(holder) else None
+        if holder["pid"] != claim["pid"] and is_alive(holder):
+            return sentence
+        return None
     if claim["launch"] and holder.get("launch") == claim["launch"]:
         return None
     print(
@@ -130,7 +137,10 @@ def refusal(path: Path, holder: Holder, claim: Holder) -> str | None:
         flush=True,
     )
     before, deadline = _modified(path), time.monotonic() + LEASE_S
-    while time.monotonic() < deadline and (now := _modified(path)) is not None:
+    while time.monotonic() < deadline:
+        now = _modified(path)
+        if now is None:  # released
+            return None
         if now != before:
             return sentence
         WATCHDOG.keep_alive()

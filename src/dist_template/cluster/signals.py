@@ -104,7 +104,8 @@ def _read_signals(read: int) -> None:
                     os.write(2, f"\n{signal.Signals(number).name}: {sentence}\n".encode())
                 record_exit(Exit.REQUEUE)
                 os._exit(Exit.REQUEUE)
-            stop_request.number = stop_request.number or number
+            if not stop_request.number:
+                stop_request.number = number
 
 
 def _nothing(number: int, frame: object) -> None:

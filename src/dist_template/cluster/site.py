@@ -38,7 +38,7 @@ RESOURCE = re.compile(r"(?:[a-z0-9][a-z0-9.-]*/)?[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9
 AMOUNT = re.compile(r"(?=.*[1-9])\d+(?:\.\d+)?(?:m|[kMGTPE]|[KMGTPE]i)?")
 UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 SIZE = re.compile(r"(?=.*[1-9])(\d{1,9}(?:\.\d+)?) ?([KMGT])(i?)B")
-# a claim or a folder, the folder in the container, and for pyxis options such as ro
+# A claim or a folder, the folder in the container, and options of pyxis such as ro.
 MOUNT = re.compile(r"[^\s:,]+:/[^\s:,]*(?::[\w+-]+)?")
 # Slurm's formats: minutes, minutes:seconds, hours:minutes:seconds, and after days and a dash
 # hours, hours:minutes, hours:minutes:seconds.
@@ -200,10 +200,11 @@ class Site:
         for key in ("include", "exclude"):
             if getattr(self, key) and not self.hostfile:
                 raise InputError(f"cluster.{key} chooses from cluster.hostfile: give that, too")
-        if self.min_nodes and self.min_nodes > (self.nodes or len(self.hosts) or self.min_nodes):
-            given = f"cluster.nodes is {self.nodes}"
-            if not self.nodes:
-                given = f"cluster.hosts has {len(self.hosts)}"
+        if self.nodes:
+            nodes, given = self.nodes, f"cluster.nodes is {self.nodes}"
+        else:
+            nodes, given = len(self.hosts), f"cluster.hosts has {len(self.hosts)}"
+        if self.min_nodes and nodes and self.min_nodes > nodes:
             what = "give as many or fewer, or null"
             raise InputError(f"cluster.min_nodes is {self.min_nodes}, and {given}: {what}")
         self.kubernetes.check()
@@ -232,7 +233,8 @@ class Site:
         """Memory of one device."""
         if self.device_memory is None:
             return None
-        if not (found := SIZE.fullmatch(self.device_memory)):
+        found = SIZE.fullmatch(self.device_memory)
+        if found is None:
             what = "give a number with a unit, as 80GB or 80GiB"
             raise InputError(f"cluster.device_memory is {self.device_memory!r}; {what}")
         number, prefix, binary = found.groups()
@@ -245,15 +247,19 @@ class Site:
         if self.time_limit is None or isinstance(self.time_limit, int):
             return self.time_limit
         found = TIME.fullmatch(self.time_limit)
-        numbers = [int(number) for number in found.groups()[1:] if number] if found else []
-        # minutes and seconds after hours, and hours after days, are below 60 and 24 as written
+        numbers: list[int] = []
+        if found:
+            numbers = [int(number) for number in found.groups()[1:] if number]
+        # The first number may be of any size; those after it are below 60.
         if not found or any(number > 59 for number in numbers[1:]):
             what = "give minutes, MM:SS, HH:MM:SS, DAYS-HH, DAYS-HH:MM or DAYS-HH:MM:SS"
             raise InputError(f"cluster.time_limit is {self.time_limit!r}; {what}")
-        if found[1]:
+        days = 0
+        if found[1]:  # DAYS-HH[:MM[:SS]]
+            days = int(found[1])
             hours, minutes, seconds = [*numbers, 0, 0][:3]
         elif len(numbers) == 1:
             hours, minutes, seconds = 0, numbers[0], 0
-        else:
+        else:  # [HH:]MM:SS
             hours, minutes, seconds = [0, *numbers][-3:]
-        return ((int(found[1] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -69,8 +69,11 @@ def main(argv: list[str]) -> int:
     except SignalException as stop:
         if stop.sigval == signal.SIGINT:
             return Exit.INTERRUPTED
-        code = Exit.of_all(codes() or [Exit.REQUEUE])
-        return Exit.REQUEUE if code == Exit.FAILED else code
+        found = codes()
+        code = Exit.of_all(found) if found else Exit.REQUEUE
+        if code == Exit.FAILED:
+            return Exit.REQUEUE
+        return code
     except (RendezvousError, DistError) as error:
         report(f"the rendezvous is lost ({type(error).__name__})")
         return Exit.REQUEUE

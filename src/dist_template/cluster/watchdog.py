@@ -57,10 +57,10 @@ class WatchdogThread:
         self._query: threading.Thread | None = None
         self._is_called = False  # by a rank that has detected the hang
         self._has_left = False  # the other ranks know that this one has finished or failed
-        self._published = (0.0, 0.0)  # when, and the progress of which time
-        self._queried = self.all_ranks_s = (
-            0.0  # the time in which all ranks can query the store once
-        )
+        # When progress was published last, and when that progress was made.
+        self._published = (0.0, 0.0)
+        self._queried = 0.0  # when the store was asked last
+        self.all_ranks_s = 0.0  # the time in which all ranks can query the store once
 
     def beat(self) -> None:
         """Reports progress that every rank makes equally."""
@@ -105,7 +105,8 @@ class WatchdogThread:
             self._leave()
             while not store.check(["left"]):
                 time.sleep(POLL_S / 2 + 2 * self.all_ranks_s)
-                if progress != (progress := store.add("progress", 0)):
+                before, progress = progress, store.add("progress", 0)
+                if progress != before:
                     self.keep_alive()
             # Rank 0 hosts the store: torch prints C++ stacks where it is gone during a query.
             ends = time.monotonic() + VERDICT_S + 2 * self.all_ranks_s
@@ -162,7 +163,10 @@ class WatchdogThread:
             time.sleep(POLL_S)
             limit_s, idle_s = self.limit_s, time.monotonic() - self._last
             self._publish(limit_s)
-            if limit_s and (idle_s >= limit_s or (idle_s >= limit_s / 2 and self._check_call())):
+            if not limit_s:
+                continue
+            # Another rank's verdict counts only for a rank that is idle itself.
+            if idle_s >= limit_s or (idle_s >= limit_s / 2 and self._check_call()):
                 try:
                     self._report_hang(limit_s)
                 finally:
@@ -215,12 +219,12 @@ class WatchdogThread:
         os.write(2, head.encode())
         faulthandler.dump_traceback(2, all_threads=True)
         found: list[str] = []
-        if (store := self._store) is None:
+        store = self._store
+        if store is None:
             found = [find_stalled({self.rank: status}, [])]
         else:
-            _start_thread(self._exchange, store, status, found).join(
-                VERDICT_S + 3 * self.all_ranks_s + POLL_S / 2
-            )
+            exchange = _start_thread(self._exchange, store, status, found)
+            exchange.join(VERDICT_S + 3 * self.all_ranks_s + POLL_S / 2)
         if self.rank == 0 or not found:
             verdict = found[0] if found else find_stalled({self.rank: status}, silent=[0])
             os.write(2, f"\nno progress for {limit_s:g} s: {verdict}\n".encode())
@@ -238,16 +242,15 @@ class WatchdogThread:
                 found.append(store.get("hung/verdict").decode())
                 return
             ends = time.monotonic() + ANSWER_S + 2 * self.all_ranks_s
-            while time.monotonic() < ends and not store.check(
-                keys
-            ):  # `wait` that fails looks hosts up: seconds
+            # A `wait` of the store that fails looks hosts up, which takes seconds.
+            while time.monotonic() < ends and not store.check(keys):
                 time.sleep(POLL_S / 2)
-            silent = absent(store, keys)
-            there = sorted({*range(self.world_size)} - {*silent})
+            missing = absent(store, keys)
+            there = sorted(set(range(self.world_size)) - set(missing))
             texts = store.multi_get([keys[rank] for rank in there])
             statuses = dict(zip(there, map(json.loads, texts), strict=True))
-            finished = [rank for rank in silent if store.check([f"finished/{rank}"])]
-            silent = sorted({*silent} - {*finished})
+            finished = [rank for rank in missing if store.check([f"finished/{rank}"])]
+            silent = sorted(set(missing) - set(finished))
             found.append(find_stalled(statuses, silent, finished))
             store.set("hung/verdict", found[0])
 

@@ -48,7 +48,8 @@ def own_lines(error: BaseException) -> list[str]:
 def record_of(error: BaseException | None) -> Path | None:
     """Returns the crash record of `error`, or of the exception that it was raised after."""
     while error is not None:
-        if path := vars(error).get(RECORD):
+        path = vars(error).get(RECORD)
+        if path:
             return Path(path)
         error = error.__context__
     return None
@@ -67,7 +68,8 @@ def print_crash(error: Exception) -> Exit:
     Prints the traceback of an error before training without the user's code, or if the crash record
     cannot be read: no error is lost."""
     code, parts = Exit.FAILED, None
-    if path := record_of(error):
+    path = record_of(error)
+    if path is not None:
         with suppress(Exception):  # any error of this report matters less than the crash
             record = json.loads(path.read_text(encoding="utf-8"))
             texts = []
@@ -81,15 +83,20 @@ def print_crash(error: Exception) -> Exit:
                 code = Exit.OUT_OF_MEMORY
     elif is_disk_full(error):
         parts = [DISK_FULL.format(first_line(error))]
-    elif lines := own_lines(error):
-        text = "\n    ".join([f"error: {type(error).__name__}: {first_line(error)}", *lines])
-        parts = [text, "TRACEBACK=1 prints the traceback"]
+    else:
+        lines = own_lines(error)
+        if lines:
+            text = "\n    ".join([f"error: {type(error).__name__}: {first_line(error)}", *lines])
+            parts = [text, "TRACEBACK=1 prints the traceback"]
     if parts is None or os.environ.get("TRACEBACK", "0") != "0":
         traceback.print_exception(error)
     if parts == []:  # another rank has printed the same error
         return code
-    first, *last = parts or [""]
-    text = "\n\n".join(filter(None, [first, *hooks.call("on_crash", error), *last]))
+    # The sentence first, then what the hooks add, then where the traceback is.
+    texts = [*hooks.call("on_crash", error)]
+    if parts:
+        texts = [parts[0], *texts, *parts[1:]]
+    text = "\n\n".join(filter(None, texts))
     if text:
         print(text, file=sys.stderr, flush=True)
     return code
