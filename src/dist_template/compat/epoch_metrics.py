@@ -27,15 +27,13 @@ META = """fx name prog_bar logger on_step on_epoch add_dataloader_idx dataloader
 def summed(trainer: Any) -> dict[str, Entry]:
     """Returns what this rank has logged for the end of the present epoch: by Lightning's key its
     arguments and its sums so far."""
-    results = trainer.fit_loop.epoch_loop._results.items()
-    return _entries(
-        {
-            key: metric
-            for key, metric in results
-            if _is_of_epoch(metric)
-            and (metric.is_tensor or metric.meta.metric_attribute is not None)
-        }
-    )
+    found = {}
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+        # A metric of torchmetrics can be put back only where it is the module's attribute.
+        can_be_saved = metric.is_tensor or metric.meta.metric_attribute is not None
+        if _is_of_epoch(metric) and can_be_saved:
+            found[key] = metric
+    return _entries(found)
 
 
 def _is_of_epoch(metric: Any) -> bool:
@@ -58,7 +56,8 @@ def _entries(metrics: dict[str, Any]) -> dict[str, Entry]:
             sums.append((key, "value", metric.value))
             if meta.is_mean_reduction:
                 sums.append((key, "weight", metric.cumulated_batch_size))
-    for (key, name, _), value in zip(sums, on_host([each[2] for each in sums]), strict=True):
+    on_device = [value for _, _, value in sums]
+    for (key, name, _), value in zip(sums, on_host(on_device), strict=True):
         found[key][name] = value
     return found
 
@@ -80,7 +79,9 @@ def merged(one: dict[str, Entry], other: dict[str, Entry]) -> dict[str, Entry]:
     """Returns the sums of both."""
     found = dict(one)
     for key, entry in other.items():
-        found[key] = _added(found[key], entry) if key in found else entry
+        if key in found:
+            entry = _added(found[key], entry)
+        found[key] = entry
     return found
 
 
@@ -99,7 +100,9 @@ def put(trainer: Any, module: nn.Module, entries: dict[str, Entry]) -> None:
     results, device = trainer.fit_loop.epoch_loop._results, trainer.strategy.root_device
     present = summed(trainer)
     for key, entry in entries.items():
-        total = _added(present[key], entry) if key in present else entry
+        total = entry
+        if key in present:
+            total = _added(present[key], entry)
         if key not in results:
             results[key] = _registered(trainer, entry)
             if not results[key].is_tensor:
@@ -135,13 +138,11 @@ def reduce_over_ranks(trainer: Any, group: dist.ProcessGroup | None = None) -> N
     Not of `rank_zero_only` and of a `sync_dist_group`. Raises InputError if a metric of
     torchmetrics was logged on some ranks alone: it would wait for the others."""
     results = trainer._results
-    own = _entries(
-        {
-            key: metric
-            for key, metric in results.items()
-            if _is_of_epoch(metric) and not metric.meta.sync.rank_zero_only
-        }
-    )
+    reduced = {}
+    for key, metric in results.items():
+        if _is_of_epoch(metric) and not metric.meta.sync.rank_zero_only:
+            reduced[key] = metric
+    own = _entries(reduced)
     ranks = weights.broadcast(weights.to_rank_zero(own, group), group)
     for key, entry in reduce(operator.or_, ranks, {}).items():
         having = [number for number, rank in enumerate(ranks) if key in rank]
@@ -182,7 +183,10 @@ def metric_states(module: nn.Module) -> dict[str, Entry]:
 
 
 def put_metric_states(module: nn.Module, saved: dict[str, Entry]) -> None:
-    for name, metric in module.named_modules() if saved else ():
+    """Puts back what `metric_states` has returned."""
+    if not saved:
+        return
+    for name, metric in module.named_modules():
         if name in saved and isinstance(metric, Metric):
             for key, value in saved[name]["states"].items():
                 setattr(metric, key, _on(metric.device, value))
@@ -192,7 +196,7 @@ def put_metric_states(module: nn.Module, saved: dict[str, Entry]) -> None:
 def newest_metrics(trainer: Any) -> dict[str, float]:
     """Returns what callbacks and plateaus see, such as the newest validation's results."""
     logged = trainer._logger_connector._callback_metrics
-    values = on_host([*logged.values()])
+    values = on_host(list(logged.values()))
     return {name: float(value) for name, value in zip(logged, values, strict=True)}
 
 
@@ -203,7 +207,9 @@ def put_newest_metrics(trainer: Any, saved: dict[str, float]) -> None:
 
 
 def _on_host(value: Any) -> Any:
-    return [_on_host(one) for one in value] if isinstance(value, list) else value.detach().cpu()
+    if isinstance(value, list):
+        return [_on_host(one) for one in value]
+    return value.detach().cpu()
 
 
 def _on(device: Any, value: Any) -> Any:

@@ -25,7 +25,8 @@ class PatchedStage(PipelineStage):
     pass, which runs the nodes that use a weight once more. Weights that this would break
     (`weights_at_once`) get their gradients in the first pass."""
 
-    _at_once: set[int] | None = None  # their places among the stage's parameters; None: not known
+    # Places of `weights_at_once` among the stage's parameters; None: not known yet.
+    _at_once: set[int] | None = None
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with _on_meta(self):
@@ -61,10 +62,14 @@ class PatchedStage(PipelineStage):
         weights = list(self.submod.parameters())  # FSDP2's: gathered now, in the same order
         if self._at_once is None:
             self._at_once = weights_at_once(outputs, inputs, weights)
-        at_once = [weights[place] for place in sorted(self._at_once)]
-        later = (each for place, each in enumerate(weights) if place not in self._at_once)
+        at_once, later = [], []
+        for place, weight in enumerate(weights):
+            if place in self._at_once:
+                at_once.append(weight)
+            else:
+                later.append(weight)
         gradients, groups = _backward.stage_backward_input(
-            outputs, bwd_kwargs["output_grads"], [*inputs, *at_once], later
+            outputs, bwd_kwargs["output_grads"], inputs + at_once, iter(later)
         )
         return gradients[: len(inputs)], groups
 
@@ -111,26 +116,33 @@ def weights_at_once(
         for place, weight in enumerate(weights):
             if place not in found and weight.requires_grad:
                 _, uses[place] = _backward.reverse_closure(_nodes([weight]), between, uses_of)
-        shared = {
-            place
-            for place, nodes in uses.items()
-            if any(isinstance(node, BackwardCFunction) for node in nodes)
-            or (len(nodes) > 1 and _follow_each_other(nodes, between))
-            or (len(nodes) > 1 and any(nodes & each and nodes != each for each in uses.values()))
-        }
-        if not shared:
+        broken = set()
+        for place, nodes in uses.items():
+            if any(isinstance(node, BackwardCFunction) for node in nodes):
+                broken.add(place)
+            elif len(nodes) > 1:
+                shares = any(nodes & other and nodes != other for other in uses.values())
+                if shares or _follow_each_other(nodes, between):
+                    broken.add(place)
+        if not broken:
             return found
-        found |= shared  # which are inputs from now on: others' uses are nearer to them
+        found |= broken  # which are inputs from now on: others' uses are nearer to them
 
 
 def _nodes(tensors: Sequence[Tensor]) -> list[Node]:
-    found = (_backward._get_grad_fn_or_grad_acc(each) for each in tensors if each.requires_grad)
-    return [node for node in found if node is not None]
+    found = []
+    for tensor in tensors:
+        if tensor.requires_grad:
+            node = _backward._get_grad_fn_or_grad_acc(tensor)
+            if node is not None:
+                found.append(node)
+    return found
 
 
 def _follow_each_other(nodes: set[Node], between: set[Node]) -> bool:
     """Returns whether a backward pass from one of `nodes` reaches another of them."""
-    todo, done = list(nodes), set[Node]()
+    todo = list(nodes)
+    done: set[Node] = set()
     while todo:
         for node, _ in todo.pop().next_functions:
             if node in nodes:

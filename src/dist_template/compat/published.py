@@ -20,16 +20,16 @@ def safetensors_of(name: str) -> list[str]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
 
-    if file := cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False):
+    if_there: Any = {"_raise_exceptions_for_missing_entries": False}
+    file = cached_file(name, SAFE_WEIGHTS_NAME, **if_there)
+    if file:
         return [file]
-    if not (
-        index := cached_file(
-            name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
-        )
-    ):
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **if_there)
+    if not index:
         raise OSError(f"it has no {SAFE_WEIGHTS_NAME}")
     for file in _files_of(index):  # transformers would follow a name out of the folder
-        if why := name_fault(file):
+        why = name_fault(file)
+        if why:
             raise OSError(f"its {SAFE_WEIGHTS_INDEX_NAME} has the file {file!r}: {why}")
     return get_checkpoint_shard_files(name, index)[0]
 
@@ -81,19 +81,19 @@ def converted(model: Any, sources: dict[str, Any], name: str) -> tuple[torch.Ten
     with replaced(loading, tqdm=lambda items, **_: items):
         info, _ = loading.convert_and_load_state_dict_in_model(model, sources, config)
     found = model.get_parameter_or_buffer(name).detach()
+    # The model keeps no memory: what was loaded is put back on the meta device.
     for loaded, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta:
             owner, _, own = loaded.rpartition(".")
             empty = tensor.detach().to("meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            setattr(
-                model.get_submodule(owner),
-                own,
-                nn.Parameter(empty, False) if is_parameter else empty,
-            )
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=False)
+            setattr(model.get_submodule(owner), own, empty)
     for key, shape, expected in info.mismatched_keys:
         return None, f"its {key} is {tuple(shape)}, and the model's {tuple(expected)}"
-    return (None, f"its {name} cannot be converted") if found.is_meta else (found, "")
+    if found.is_meta:
+        return None, f"its {name} cannot be converted"
+    return found, ""
 
 
 def names_to_save(model: Any) -> list[str]:
@@ -101,8 +101,11 @@ def names_to_save(model: Any) -> list[str]:
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     model.tie_weights()  # a move to the meta device separates them
-    ignored = model._keys_to_ignore_on_save or ()
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+    state = dict(model.state_dict())
+    ignored = model._keys_to_ignore_on_save
+    if ignored is not None:
+        for name in ignored:
+            state.pop(name, None)
     return list(remove_tied_weights_from_state_dict(state, model))
 
 
@@ -119,12 +122,13 @@ def loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
     with torch.device("meta"):
         like = type(model)._from_config(deepcopy(model.config), dtype=dtype)
-    found = dict[str, torch.dtype]()
+    found: dict[str, torch.dtype] = {}
     for name, tensor in model.state_dict().items():
         found[name] = dtype if tensor.is_floating_point() else tensor.dtype
     for name, tensor in like.state_dict().items():
         found[name] = tensor.dtype
-    if plan := model._get_dtype_plan(dtype):
+    plan = model._get_dtype_plan(dtype)
+    if plan:
         pattern, *_ = build_glob_alternation(list(plan))
         found |= dict.fromkeys(filter(pattern.search, found), torch.float32)
     return found

@@ -34,7 +34,7 @@ MODELS = "transformers.modeling_utils"
 OVERWRITES = {"normal_", "uniform_", "zero_", "fill_", "copy_", "eye"}
 SKIPPED = ("orthogonal_", "sparse_")  # functions of nn.init that return a meta tensor unchanged
 IS_META = torch.Tensor.is_meta.__get__  # ty: ignore[missing-attribute]
-# would lose their values on the meta device
+# Functions that are given values, which the meta device would lose.
 VALUES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
@@ -78,8 +78,8 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
-        # Number of the operation that made a storage, and of the last that wrote to it, or drew
-        # from a generator
+        # Numbers of the operations that made a storage, and that last wrote to it; of a generator,
+        # of the first and the last that drew from it.
         self._first: dict[StorageWeakRef | torch.Generator, int] = {}
         self._newest: dict[StorageWeakRef | torch.Generator, int] = {}
         self._generators: dict[torch.Generator, torch.Generator] = {}  # as they were at first
@@ -92,8 +92,10 @@ class Recording(TorchDispatchMode):
         return sum(size for storage, size in self._sizes.items() if not storage.expired())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        results, changed = func(*args, **kwargs), []
+        if kwargs is None:
+            kwargs = {}
+        results = func(*args, **kwargs)
+        changed = []
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 changed.append(args[index] if index < len(args) else kwargs.get(argument.name))
@@ -121,30 +123,37 @@ class Recording(TorchDispatchMode):
         for place in made:
             if place.storage in makes:  # else it is a view, maybe of a part
                 self._sizes[place.storage] = place.shape.numel() * place.dtype.itemsize
-        full = _storages(place for place in written if place.is_full and overwrites)
-        full -= _storages(_places((args[1:], kwargs)))  # a copy of a view of itself
-        needs = {self._newest.get(each) for each in reads - full} | {
-            self._first.get(each) for each in full
-        }
-        drawn = {each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Generator)}
-        needs |= {self._newest[each] for each in drawn & self._newest.keys()}
-        self._generators |= {each: each.clone_state() for each in drawn - self._generators.keys()}
+        # Storages whose earlier values do not matter: they only have to exist.
+        full = set()
+        if overwrites:
+            full = _storages(place for place in written if place.is_full)
+            full -= _storages(_places((args[1:], kwargs)))  # a copy of a view of itself
+        needs = {self._newest.get(storage) for storage in reads - full}
+        needs |= {self._first.get(storage) for storage in full}
+        drawn = {leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)}
+        for generator in drawn:
+            if generator in self._newest:
+                needs.add(self._newest[generator])
+            if generator not in self._generators:
+                self._generators[generator] = generator.clone_state()
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device("cpu")}
         args, kwargs = tree_map(_recorded, (args, kwargs))
-        number = self._num_random if is_random else None
-        self._num_random += is_random
+        random = None
+        if is_random:
+            random = self._num_random
+            self._num_random += 1
         for key in (*makes, *changes, *drawn):
             self._newest[key] = len(self._operations)
             self._first.setdefault(key, len(self._operations))
-        self._operations.append(
-            Operation(call, args, kwargs, made, number, needs, torch.get_default_dtype())
-        )
+        dtype = torch.get_default_dtype()
+        self._operations.append(Operation(call, args, kwargs, made, random, needs, dtype))
 
     def operations_for(self, tensor: Tensor) -> list[Operation] | None:
         """Returns the operations on which the values of `tensor` depend, in order; None if one was
         not recorded."""
-        found, open_ends = set[int](), [self._newest.get(place_of(tensor).storage)]
+        found: set[int] = set()
+        open_ends = [self._newest.get(place_of(tensor).storage)]
         while open_ends:
             number = open_ends.pop()
             if number is None:
@@ -169,27 +178,30 @@ class Recording(TorchDispatchMode):
             view = torch.empty(0, dtype=value.dtype, device="cpu")
             return view.set_(storages[value.storage], value.offset, value.shape, value.stride)
 
+        operations = self.operations_for(tensor)
+        if operations is None:
+            operations = []
         with ExitStack() as stack:
             stack.enter_context(torch.device("cpu"))  # Lightning's default may be a GPU
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            for operation in self.operations_for(tensor) or ():
+            for operation in operations:
                 args, kwargs = tree_map(real, (operation.args, operation.kwargs))
                 if operation.random is not None:
                     digest = hashlib.sha256(f"{seed} {operation.random}".encode()).digest()
                     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
                 torch.set_default_dtype(operation.dtype)
                 made = operation.call(*args, **kwargs)
-                results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
-                for place, result in zip(
-                    operation.results, results, strict=bool(operation.results)
-                ):
-                    if (
-                        place.storage not in storages and result.stride() != place.stride
-                    ):  # as LAPACK's results
-                        result = torch.empty_strided(
-                            place.shape, place.stride, dtype=place.dtype
-                        ).copy_(result)
-                    storages.setdefault(place.storage, result.untyped_storage())
+                if not operation.results:  # it changes tensors in place
+                    continue
+                results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+                for place, result in zip(operation.results, results, strict=True):
+                    if place.storage in storages:
+                        continue
+                    if result.stride() != place.stride:
+                        # LAPACK's results have other strides than on the meta device.
+                        like = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+                        result = like.copy_(result)
+                    storages[place.storage] = result.untyped_storage()
         return real(place_of(tensor))  # ty: ignore[invalid-explicit-return]
 
 
@@ -198,14 +210,13 @@ class _OnMeta(TorchFunctionMode):
     `torch.normal` on the meta device. Two functions of nn.init do their work there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        device = torch.device(kwargs.get("device") or "meta")
-        if (
-            func in VALUES
-            and device.type == "meta"
-            and not any(isinstance(each, Tensor) for each in args)
-        ):
-            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        if kwargs is None:
+            kwargs = {}
+        device = kwargs.get("device")
+        device = torch.device(device if device else "meta")
+        if func in VALUES and device.type == "meta":
+            if not any(isinstance(argument, Tensor) for argument in args):
+                return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         if func == IS_META and sys._getframe(1).f_code.co_name in SKIPPED:
             return False
         if func is torch.normal and "size" in kwargs:  # ignores the default device
@@ -223,20 +234,18 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Recording]:
     recording = Recording()
     with ExitStack() as stack:
         stack.enter_context(replaced(nn.init, _no_grad_trunc_normal_=_truncated_later))
-        if (
-            had_models
-        ):  # transformers initializes nothing on the meta device: there nothing could be recorded
-            models = sys.modules[MODELS]
-            stack.enter_context(
-                replaced(models, get_torch_context_manager_or_global_device=lambda: None)
-            )
+        if had_models:
+            # transformers initializes nothing on the meta device, so that nothing would be
+            # recorded: here it does not find out.
+            no_device = {"get_torch_context_manager_or_global_device": lambda: None}
+            stack.enter_context(replaced(sys.modules[MODELS], **no_device))
         stack.enter_context(torch.device("meta"))
         stack.enter_context(_OnMeta())
         stack.enter_context(recording)
         _current.append(recording)
         stack.callback(_current.pop)
         stack.enter_context(warnings.catch_warnings())
-        # copies of a state dict are recorded
+        # Of `load_state_dict` on the meta device: its copies are recorded.
         warnings.filterwarnings("ignore", message=".*is a no-op")
         try:
             model = build()
@@ -258,44 +267,45 @@ def write_later(
 ) -> bool:
     """Records `function(*tensors, *inputs)`, which overwrites `tensors`, if they are on the meta
     device and something records. Returns whether it does; nothing is called."""
-    if not (_current and tensors[0].is_meta):
+    if not _current or not tensors[0].is_meta:
         return False
-    _current[-1].add(
-        function, (*tensors, *inputs), {}, None, list(tensors), is_random, overwrites=True
-    )
+    inputs = (*tensors, *inputs)
+    _current[-1].add(function, inputs, {}, None, list(tensors), is_random, overwrites=True)
     return True
 
 
-# reads values, until all are inside
+# torch draws until all values are inside the limits, so it reads values.
 _truncated_normal: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_
 
 
-def _truncated_later(
-    tensor: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:  # their last: a generator
-    is_later = write_later(_truncated_normal, [tensor], *args, *kwargs.values(), is_random=True)
-    return tensor if is_later else _truncated_normal(tensor, *args, **kwargs)
+def _truncated_later(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Records torch's function; the last argument is a generator or None."""
+    if write_later(_truncated_normal, [tensor], *args, *kwargs.values(), is_random=True):
+        return tensor
+    return _truncated_normal(tensor, *args, **kwargs)
 
 
 def place_of(tensor: Tensor) -> Place:
     if tensor.is_conj() or tensor.is_neg():
         raise NotImplementedError("it makes a conjugate or negative view")
-    is_full = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    offset = int(tensor.storage_offset())
+    storage = tensor.untyped_storage()
     return Place(
-        StorageWeakRef(tensor.untyped_storage()),
+        StorageWeakRef(storage),
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
-        offset,
-        is_full,
+        offset=int(tensor.storage_offset()),
+        is_full=tensor.numel() * tensor.element_size() == storage.nbytes(),
     )
 
 
 def _places(values: object) -> list[Place]:
-    return [
-        place_of(each) for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_meta
-    ]
+    """Returns the places of the meta tensors in `values`."""
+    found = []
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            found.append(place_of(leaf))
+    return found
 
 
 def _storages(places: Iterable[Place]) -> set[StorageWeakRef]:
@@ -306,4 +316,6 @@ def _recorded(value: object) -> object:
     """Returns a meta tensor's place; a copy of another tensor, which may change."""
     if not isinstance(value, Tensor):
         return value
-    return place_of(value) if value.is_meta else value.detach().clone()
+    if value.is_meta:
+        return place_of(value)
+    return value.detach().clone()

@@ -40,15 +40,27 @@ def locate(frame: FrameType | None) -> tuple[str, str, bool]:
     if frame is None:
         return "elsewhere", "?", False
     file, number = frame.f_code.co_filename, frame.f_lineno
-    waits, phase = bool(READS.search(linecache.getline(file, number))), ""
+    waits = bool(READS.search(linecache.getline(file, number)))
+    phase = ""
     is_in_library = True  # so far, from the innermost frame on
     outer: FrameType | None = frame
     while outer is not None:
         path, function = outer.f_code.co_filename, outer.f_code.co_name
-        is_in_library = is_in_library and ("/torch/" in path or "/deepspeed/" in path)
-        waits = waits or (is_in_library and any(part in path for part in WAITING))
-        for part, name, known in PHASES:
-            if not phase and part in path and name in ("", function):
-                phase = known
+        if "/torch/" not in path and "/deepspeed/" not in path:
+            is_in_library = False
+        if is_in_library and any(part in path for part in WAITING):
+            waits = True
+        if not phase:
+            phase = _phase_of(path, function)
         outer = outer.f_back
-    return phase or "elsewhere", f"{'/'.join(Path(file).parts[-3:])}:{number}", waits
+    if not phase:
+        phase = "elsewhere"
+    place = "/".join(Path(file).parts[-3:])
+    return phase, f"{place}:{number}", waits
+
+
+def _phase_of(path: str, function: str) -> str:
+    for part, name, phase in PHASES:
+        if part in path and name in ("", function):
+            return phase
+    return ""

@@ -51,8 +51,9 @@ def wrap_attention(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     the module's own file. A wrapper gets the calls of other models too."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    kernel, file = attention_of(module) or "eager", sys.modules[type(module).__module__]
-    is_eager = kernel == "eager"
+    file: Any = sys.modules[type(module).__module__]
+    kernel = attention_of(module)
+    is_eager = not kernel or kernel == "eager"
     attend: Any = file.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS[kernel]
     if getattr(attend, "wrapper", None) is wrapper:
         return
@@ -66,7 +67,8 @@ def wrap_attention(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 def names_of_blocks(model: nn.Module) -> set[str]:
     """Returns the class names of the model's repeated layers."""
-    return set(getattr(model, "_no_split_modules", None) or ())
+    names = getattr(model, "_no_split_modules", None)
+    return set() if names is None else set(names)
 
 
 def reason_against_sequence_shards(model: Any) -> str:
@@ -77,10 +79,13 @@ def reason_against_sequence_shards(model: Any) -> str:
         return "its attention is not one of transformers' kernels (sdpa, flash, flex)"
     config = model.config.get_text_config()
     masked = {"full_attention", "sliding_attention", "chunked_attention"}
-    if {*(getattr(config, "layer_types", None) or ())} - masked or model._is_stateful:
+    kinds = getattr(config, "layer_types", None)
+    has_others = kinds is not None and not masked.issuperset(kinds)
+    if has_others or model._is_stateful:
         return "layers other than attention to all tokens combine its tokens"
-    is_dynamic = re.search("longrope|'dynamic'", str(getattr(config, "rope_parameters", None)))
-    return "its rotary embedding depends on a batch's largest position" if is_dynamic else ""
+    if re.search("longrope|'dynamic'", str(getattr(config, "rope_parameters", None))):
+        return "its rotary embedding depends on a batch's largest position"
+    return ""
 
 
 def wrappers_of_parameters(module: Any) -> list[Any]:
@@ -131,8 +136,10 @@ def shard_for(target: DTensor, full: Any, rank: int | None = None) -> torch.Tens
             self, source: Any, intervals: Any, device: Any, dtype: Any
         ) -> torch.Tensor:
             if not all(intervals):  # the rank has none of it
-                shape = [0 if not found else full.shape[dim] for dim, found in enumerate(intervals)]
-                return source[tuple(slice(0, size) for size in shape)]
+                empty = []
+                for dim, found in enumerate(intervals):
+                    empty.append(slice(0, full.shape[dim] if found else 0))
+                return source[tuple(empty)]
             return super()._slice_and_cat(source, intervals, device, dtype)
 
     shard = OfRank(target).shard_tensor(full)
@@ -183,10 +190,13 @@ def _fields_in_code(config_class: type) -> ExpertFields | None:
     if file is None or file.origin is None:
         return None
     _, _, experts = Path(file.origin).read_text("utf-8").partition("@use_experts_implementation")
-    experts = re.split(r"\nclass |\ndef |\n@", experts, maxsplit=2)[1] if experts else ""
+    if experts:  # the text of the decorated class alone
+        experts = re.split(r"\nclass |\ndef |\n@", experts, maxsplit=2)[1]
     width = re.search(r"= config\.(\w*(?:intermediate|ffn)\w*)", experts)
     hidden = re.search(r"hidden\w* = config\.(\w+)", experts)
-    return ExpertFields(hidden[1], width[1]) if width and hidden else None
+    if width is None or hidden is None:
+        return None
+    return ExpertFields(hidden[1], width[1])
 
 
 @contextmanager
