@@ -64,8 +64,12 @@ class BalanceConfig:
 
     def changed(self) -> dict[str, object]:
         """Returns the values that are not the defaults, by name."""
-        values = ((each, getattr(self, each.name)) for each in fields(self))
-        return {each.name: value for each, value in values if value != each.default}
+        found = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value != each.default:
+                found[each.name] = value
+        return found
 
 
 @dataclass(eq=False)
@@ -131,34 +135,40 @@ class Balancer:
             if value is not None:
                 check_least("model.balance", **{key: (min(values_of(value)), 0.0)})
         self.config, self._sequence_group = config, sequence_group
-        # of the present step: callbacks/experts.py
+        # Of the present step: callbacks/experts.py changes it by consumed tokens.
         self.bias_update_speed = max(values_of(config.bias_update_speed))
         self.layers = find_layers(model)
         if group is not None:  # the layers of all stages, in the order of their numbers
             no_modules = {"experts": None, "router": None, "bias_owner": None}
+            described = [replace(layer, **no_modules) for layer in self.layers]
             found = {}
-            for of_stage in from_all_ranks([replace(e, **no_modules) for e in self.layers], group):
+            for of_stage in from_all_ranks(described, group):
                 found |= {layer.name: layer for layer in of_stage}
             found |= {layer.name: layer for layer in self.layers}
             self.layers = sorted(found.values(), key=_layer_numbers)
         self.counts_now = False  # whether the forward pass that runs now is counted
         self._arriving: tuple[Tensor, dist.Work | None] | None = None
         self._model_config = text_config(model)
-        configured = getattr(self._model_config, "router_aux_loss_coef", None) or 0.0
         coef = config.aux_loss_coef
+        is_default = coef is None
+        if coef is None:
+            coef = getattr(self._model_config, "router_aux_loss_coef", None)
         self._aux: list[int] = []  # indices of the layers with a load-balancing loss
         for i, layer in enumerate(self.layers):
-            if coef or (coef is None and configured and layer.has_router and not layer.has_bias):
+            # By default, layers that the bias balances have no such loss.
+            has_loss = not is_default or (layer.has_router and not layer.has_bias)
+            if coef and has_loss:
                 self._aux.append(i)
-        self.aux_loss_coef = (coef or configured) if self._aux else 0.0
+        self.aux_loss_coef = coef if coef and self._aux else 0.0
         self.has_bias = any(layer.has_bias for layer in self.layers)
         self.needs_shares = bool(self._aux)
-        # of every step
+        # The loads of every step, not only of those that are logged.
         self.needs_loads = self.needs_shares or (self.has_bias and self.bias_update_speed > 0)
         if self.layers and all(layer.has_router for layer in self.layers):
             return
         for key in ("aux_loss_coef", "sequence_loss_coef", "z_loss_coef"):
-            if value := getattr(config, key):
+            value = getattr(config, key)
+            if value:
                 raise InputError(
                     f"model.balance.{key} is {value}, but no router was found in every"
                     f" mixture-of-experts layer of {type(model).__name__}; set it to 0"
@@ -169,9 +179,10 @@ class Balancer:
         numbers = [[layer.num] for layer in self.layers]
         self._num = torch.tensor(numbers, device=device, dtype=torch.float32)
         width = max(layer.num for layer in self.layers)
-        # this rank's loads in this optimizer step; the last column is of an index without an expert
+        # This rank's loads in this optimizer step; the last column is for indices without an
+        # expert.
         self.loads = torch.zeros(len(self.layers), width + 1, device=device)
-        # each expert's share of all ranks' load in the previous step
+        # Each expert's share of all ranks' load in the previous step.
         self.shares = torch.zeros(len(self.layers), width, device=device)
         keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
         handles = []
@@ -240,7 +251,8 @@ class Balancer:
         chosen = scores.detach().topk(top_k, dim=-1).indices.flatten(1)  # (B, T x top_k)
         ones = scores.new_ones(()).expand(chosen.shape)
         counts = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen, ones)
-        if (group := self._sequence_group) is not None:
+        group = self._sequence_group
+        if group is not None:
             dist.all_reduce(counts.div_(group.size()), group=group)
         return (counts * scores.mean(1)).sum(-1).mean() * scores.shape[-1] / chosen.shape[1]
 

@@ -66,9 +66,8 @@ class Size:
     experts: int | None  # of a layer, without shared ones
     experts_per_token: int | None
     _multiplied: float | None  # 6 N
-    predicted: int = (
-        0  # modules of multi-token prediction: each is a layer more, and the output layer once more
-    )
+    # Modules of multi-token prediction: each is a layer more, and the output layer once more.
+    predicted: int = 0
 
     def flops_per_token(self, seq_len: int) -> float | None:
         if self._multiplied is None or not self.layers or not self.width:
@@ -88,19 +87,27 @@ class Size:
         """Returns unsharded sizes under any strategy; shared parameters once, no communication."""
         config = text_config(model)
         experts = find_experts(model)
-        chosen, share = getattr(config, "num_experts_per_tok", None), 1.0
-        num = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        chosen = getattr(config, "num_experts_per_tok", None)
+        num = getattr(config, "num_local_experts", None)
+        if not num:
+            num = getattr(config, "num_experts", None)
+        share: float | None = 1.0  # of the experts' weights that a token uses; None: not known
         if experts:
             num = num_experts(experts[0])
-            share = chosen / num if isinstance(chosen, int) else 0.0
-        # only stacked experts are found
-        is_known = bool(share) and bool(experts or not num or num == 1)
-        # ids of parameters
-        tables, used, of_experts = set[int](), set[int](), set[int]()
+            share = chosen / num if isinstance(chosen, int) and chosen else None
+        elif num and num != 1:  # only stacked experts are found
+            share = None
+        # Parameters by their id; one may be in several of these.
+        tables: set[int] = set()
+        used: set[int] = set()
+        of_experts: set[int] = set()
         packed: dict[int, int] = {}  # how many weights an element stands for
         for layer in model.modules():
             ids = set(map(id, layer.parameters(recurse=False)))
-            (tables if isinstance(layer, nn.Embedding) else used).update(ids)
+            if isinstance(layer, nn.Embedding):
+                tables |= ids
+            else:
+                used |= ids
             if layer in experts:
                 of_experts |= ids
             for name, count in getattr(layer, "weights_per_element", {}).items():
@@ -114,30 +121,35 @@ class Size:
             key = id(parameter)
             size = full_shape(parameter).numel() * packed.get(key, 1)
             total += size
-            trainable += size * parameter.requires_grad
-            matrices += size * (parameter.requires_grad and parameter in of_muon)
-            in_4_bits += size * (key in packed)
-            embedding += size * (key in tables)
-            if key in of_experts:
+            if parameter.requires_grad:
+                trainable += size
+                if parameter in of_muon:
+                    matrices += size
+            if key in packed:
+                in_4_bits += size
+            if key in tables:
+                embedding += size
+            if key in of_experts and share is not None:
                 size *= share
             active += size
             if key in used:
                 multiplied += size * (6 if parameter.requires_grad else 4)
         predicted = getattr(model, "predicted_ahead", 0)  # text/model/mtp.py
         if predicted:
-            multiplied += 6 * predicted * full_shape(model.get_output_embeddings().weight).numel()  # ty: ignore
+            output = full_shape(model.get_output_embeddings().weight).numel()  # ty: ignore
+            multiplied += 6 * predicted * output
         return cls(
             total=total,
             trainable=trainable,
             in_4_bits=in_4_bits,
-            active=round(active) if is_known else None,
+            active=None if share is None else round(active),
             embedding=embedding,
             matrices=matrices,
             layers=getattr(config, "num_hidden_layers", None),
             width=getattr(config, "hidden_size", None),
             experts=num,
             experts_per_token=chosen if num else None,
-            _multiplied=multiplied if is_known else None,
+            _multiplied=None if share is None else multiplied,
             predicted=predicted,
         )
 
@@ -145,7 +157,9 @@ class Size:
 def text_config(model: nn.Module) -> Any:
     """Returns the transformers configuration of the model's language part, if it has one."""
     config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return config
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
@@ -175,24 +189,31 @@ def matrices_of(module: nn.Module) -> set[nn.Parameter]:
     AdamW updates embeddings, the output layer (without `get_output_embeddings`: the last
     nn.Linear), biases, convolutions, and adapters of stacked experts, whose matrices contain all
     experts. As in Moonlight, weights of routers are matrices. So are other adapters."""
-    layers: list[Any] = [*module.modules()]
-    heads, linear = list[nn.Module](), list[nn.Module]()
-    others, found = set[nn.Parameter](), set[nn.Parameter]()
+    layers: list[Any] = list(module.modules())
+    heads: list[nn.Module] = []
+    linear: list[nn.Module] = []
     for layer in layers:
         if hasattr(layer, "get_output_embeddings"):
             heads.append(layer.get_output_embeddings())
         if isinstance(layer, nn.Linear):
             linear.append(layer)
+    if not heads:
+        heads = linear[-1:]
+    others: set[nn.Parameter] = set()
     for layer in layers:
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer in (heads or linear[-1:]):
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer in heads:
             others.update(layer.parameters(recurse=False))
         for wrapper in wrappers_of_parameters(layer):
-            others |= {*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters()}
+            others.update(wrapper.lora_A.parameters())
+            others.update(wrapper.lora_B.parameters())
     experts = find_experts(module)
+    found: set[nn.Parameter] = set()
     for layer in layers:
         for name, parameter in layer.named_parameters(recurse=False):
             shape = full_shape(parameter)
             is_stack = len(shape) == 3 and layer in experts
-            if (len(shape) == 2 or is_stack) and min(shape[-2:]) > 1 and not name.endswith("bias"):
+            if len(shape) != 2 and not is_stack:
+                continue
+            if min(shape[-2:]) > 1 and not name.endswith("bias"):
                 found.add(parameter)
     return found - others

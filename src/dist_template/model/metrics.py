@@ -34,13 +34,13 @@ class MetricBuffer:
         self.latest: dict[str, float] = {}  # what the last log step wrote
         self.of_ranks: dict[str, list[float]] = {}  # of `put_of_rank`, by rank, at the newest read
         self.totals: dict[str, list[float]] = {}  # of `put_counts`, over all ranks, likewise
-        # what was added last, on this rank's device, for callbacks to act upon
+        # What was added last, on this rank's device, for callbacks to act upon.
         self.newest: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
         """Adds a scalar tensor, unread. Do not change it in place before the next log step."""
         if not isinstance(value, Tensor) or value.numel() != 1:
-            given = (*value.shape,) if isinstance(value, Tensor) else value
+            given = tuple(value.shape) if isinstance(value, Tensor) else value
             raise InputError(
                 f"`track` of {name} was given a {type(value).__name__}, {given}: give it a tensor"
                 " of one element, such as `value.mean()` or torch.tensor(number)"
@@ -91,10 +91,10 @@ class MetricBuffer:
         names = list(self._added)
         if agree:
             names = agree(names)
-        if not (names or of_rank or counts):
+        if not names and not of_rank and not counts:
             return host
-        # the vector: sums, numbers of values, for each name of `of_rank` a number of each rank,
-        # counts
+        # One vector for the collective: the sums of `names`; their numbers of values; for each name
+        # of `of_rank` a number of each rank, of which the others are 0 here; counts.
         dtype = _sum_dtype(device)
         missing = torch.zeros((), dtype=dtype, device=device)
         parts, known = [], []
@@ -109,7 +109,8 @@ class MetricBuffer:
             parts.append(each.to(dtype))
         values = iter(all_reduce(torch.cat(parts)).tolist())
         totals = list(islice(values, len(names)))
-        means = dict(zip(names, map(truediv, totals, islice(values, len(names))), strict=True))
+        numbers = list(islice(values, len(names)))
+        means = dict(zip(names, map(truediv, totals, numbers), strict=True))
         self.of_ranks = {name: list(islice(values, num_ranks)) for name in of_rank}
         self.totals = {name: list(islice(values, len(each))) for name, each in counts.items()}
         self._added.clear()
@@ -135,11 +136,13 @@ class SplitMeans:
 
     def read(self, strategy: Strategy) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
-        sums = torch.stack([*self._sums.values()])
+        sums = torch.stack(list(self._sums.values()))
         reduced = run_strategy(strategy).sum_of_batches(sums)
-        means = dict(zip(self._sums, reduced.tolist(), strict=True))
-        tokens = means.pop("") or math.nan
-        return {name: total / tokens for name, total in means.items()}
+        totals = dict(zip(self._sums, reduced.tolist(), strict=True))
+        tokens = totals.pop("")
+        if tokens == 0:
+            tokens = math.nan
+        return {name: total / tokens for name, total in totals.items()}
 
 
 def _sum_dtype(device: torch.device) -> torch.dtype:

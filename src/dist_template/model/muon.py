@@ -44,7 +44,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         **adamw: Any,
     ) -> None:
         checked = torch.optim.Muon([torch.zeros(1, 1)], **options).defaults
-        checked["adjust_lr_fn"] = checked["adjust_lr_fn"] or SCALE
+        if checked["adjust_lr_fn"] is None:
+            checked["adjust_lr_fn"] = SCALE
         super().__init__([{"params": of_muon, **checked}, *others], **adamw)
         self._owners = Owners(group)
 
@@ -71,7 +72,7 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        # () 1: change nothing, as fused kernels
+        # (): where it is 1, nothing may change, as in torch's fused kernels.
         skipped: Tensor | None = getattr(self, "found_inf", None)
         decay = 1 - group["lr"] * group["weight_decay"]
 
@@ -83,8 +84,10 @@ class MuonWithAdamW(torch.optim.AdamW):
             if skipped is not None:
                 gradient = torch.where(skipped > 0, momentum, gradient)
             momentum.lerp_(gradient, 1 - group["momentum"])
-            chosen = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            # in which it is sent and orthogonalized
+            chosen = momentum
+            if group["nesterov"]:
+                chosen = gradient.lerp(momentum, group["momentum"])
+            # The type in which a matrix is sent and orthogonalized.
             dtype = torch.float32 if chosen.is_cpu else torch.bfloat16
             return chosen.to(dtype, copy=True)
 
@@ -92,13 +95,11 @@ class MuonWithAdamW(torch.optim.AdamW):
             return orthogonalized(full, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         for parameter, update in self._owners.run(trained, direction, orthogonalize):
-            shard, keep = local_shard(parameter), decay
+            shard = local_shard(parameter)
+            keep: float | Tensor = decay
             if skipped is not None:
-                update, keep = (
-                    torch.where(skipped > 0, 0.0, update),
-                    torch.where(skipped > 0, 1.0, decay),
-                )
+                update = torch.where(skipped > 0, 0.0, update)
+                keep = torch.where(skipped > 0, 1.0, decay)
             shard.mul_(keep)
-            shard.add_(
-                update, alpha=-group["lr"] * update_scale(parameter.shape, group["adjust_lr_fn"])
-            )
+            scale = update_scale(parameter.shape, group["adjust_lr_fn"])
+            shard.add_(update, alpha=-group["lr"] * scale)

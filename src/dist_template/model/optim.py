@@ -1,7 +1,13 @@
 """How parameters are updated: parameter groups, the optimizer, the schedule per optimizer step.
 
 AdamW and a schedule with the values of `transformers.get_scheduler`, by the keys under
-`model.optim`; or the classes that `--optimizer` and `--lr_scheduler` name."""
+`model.optim`; or the classes that `--optimizer` and `--lr_scheduler` name.
+
+1  `build_optimizer` sorts the trainable parameters: matrices with weight decay, vectors and biases
+   without, and matrices for Muon.
+2  It builds the optimizer, which takes parameters of several layouts apart (`mixed`).
+3  `build_schedule` multiplies the peak rate with a share for each step (`_share_of_peak`), or
+   builds the class of `--lr_scheduler`."""
 
 import math
 from collections.abc import Callable
@@ -21,9 +27,9 @@ from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
 from .flops import matrices_of
 
-# class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler
+# class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler.
 Class = dict[str, Any]
-BEFORE_AUTO = 1e-4
+BEFORE_AUTO = 1e-4  # in place of `auto`, for the checks before the start
 MUON = "dist_template.model.muon:MuonWithAdamW"  # imported where it is chosen
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt"]
 
@@ -112,16 +118,22 @@ def build_optimizer(
 
     Raises InputError if nothing is trainable, or the class of `--optimizer` refuses its
     arguments."""
-    decayed, not_decayed, of_muon, fused = [], [], [], not scaled
+    decayed, not_decayed, of_muon = [], [], []
+    fused = not scaled
     chosen = config.chosen
-    matrices = matrices_of(module) if config.uses_muon else ()
+    matrices = matrices_of(module) if config.uses_muon else set()
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            fused = fused and parameter.device.type in ("cpu", "cuda", "xpu", "mps")
+        if not parameter.requires_grad:
+            continue
+        if parameter.device.type not in ("cpu", "cuda", "xpu", "mps"):
+            fused = False
+        if parameter in matrices:
+            of_muon.append(parameter)
+        elif len(full_shape(parameter)) >= 2 and not name.endswith("bias"):
             # Stacked expert biases are matrices by shape, so the name is checked too.
-            is_matrix = len(full_shape(parameter)) >= 2 and not name.endswith("bias")
-            others = decayed if is_matrix else not_decayed
-            (of_muon if parameter in matrices else others).append(parameter)
+            decayed.append(parameter)
+        else:
+            not_decayed.append(parameter)
     if not decayed and not not_decayed and not of_muon:
         raise InputError(
             "no parameter of the module requires a gradient, so there is nothing to train; see"
@@ -145,11 +157,13 @@ def build_optimizer(
         arguments |= {"of_muon": of_muon, "options": chosen["init_args"], "group": group}
     elif chosen:
         kind, arguments = resolve_name(chosen["class_path"]), chosen["init_args"]
-    groups: list[dict[str, object]] = [
-        {"params": group} for group in (decayed, not_decayed) if group
-    ]
-    if "weight_decay" in arguments and not_decayed:
-        groups[-1]["weight_decay"] = 0.0
+    groups: list[dict[str, object]] = []
+    if decayed:
+        groups.append({"params": decayed})
+    if not_decayed:
+        groups.append({"params": not_decayed})
+        if "weight_decay" in arguments:  # a class of `--optimizer` may have none
+            groups[-1]["weight_decay"] = 0.0
     if not of_muon and len(by_layout(decayed + not_decayed)) > 1:
         kind = mixed(kind)
     try:
@@ -197,44 +211,23 @@ def build_schedule(
 
     Raises InputError if it counts none, the schedule needs an end and training has none, the
     warm-up is longer than training, or the class of `--lr_scheduler` refuses its arguments."""
-    phases, counts = (
-        isinstance(config.learning_rate, list),
-        data is None or hasattr(data, "step_samples"),
-    )
-    if phases and (config.lr_scheduler_class or not counts):
+    has_phases = isinstance(config.learning_rate, list)
+    counts = data is None or hasattr(data, "step_samples")
+    if has_phases and (config.lr_scheduler_class or not counts):
         why = "--lr_scheduler" if counts else f"{type(data).__name__}, which does not count tokens"
         raise InputError(
             f"model.optim.learning_rate has phases, which do not work with {why}: give a number"
         )
-    if chosen := config.lr_scheduler_class:
-        kind = resolve_name(chosen["class_path"])
-        try:
-            scheduler = kind(optimizer, **chosen["init_args"])
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise _refused("--lr_scheduler", chosen["class_path"], error) from error
-        entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
-        if isinstance(scheduler, ReduceLROnPlateau):
-            if isinstance(getattr(data, "global_batch_size", None), list):
-                raise InputError(
-                    "--lr_scheduler ReduceLROnPlateau does not work with phases of"
-                    " data.global_batch_size"
-                )
-            entry |= {
-                "monitor": getattr(scheduler, "monitor", "eval/loss"),
-                "reduce_on_plateau": True,
-            }
-            entry |= (
-                {"frequency": batches_per_validation}
-                if batches_per_validation
-                else {"interval": "epoch"}
-            )
-        return entry
+    if config.lr_scheduler_class:
+        return _of_class(config.lr_scheduler_class, optimizer, batches_per_validation, data)
     if num_steps == math.inf and (config.warmup < 1 or config.needs_end):
         raise InputError(
             f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long"
             " training is; set trainer.max_steps or trainer.max_epochs"
         )
-    warmup_steps = int(config.warmup if config.warmup >= 1 else config.warmup * num_steps)
+    warmup_steps = int(config.warmup)
+    if config.warmup < 1:
+        warmup_steps = int(config.warmup * num_steps)
     if warmup_steps >= num_steps:
         raise InputError(
             f"the warm-up of {warmup_steps} steps is not shorter than training, {num_steps:.0f}"
@@ -244,7 +237,33 @@ def build_schedule(
     share = partial(
         _share_of_peak, config=config, warmup=warmup_steps, num_steps=num_steps, data=data
     )
-    return {"scheduler": (PhasesLR if phases else LambdaLR)(optimizer, share), "interval": "step"}
+    kind = PhasesLR if has_phases else LambdaLR
+    return {"scheduler": kind(optimizer, share), "interval": "step"}
+
+
+def _of_class(
+    chosen: Class, optimizer: Optimizer, batches_per_validation: int | None, data: Any
+) -> dict[str, Any]:
+    """Returns Lightning's scheduler entry for the class of `--lr_scheduler`."""
+    kind = resolve_name(chosen["class_path"])
+    try:
+        scheduler = kind(optimizer, **chosen["init_args"])
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise _refused("--lr_scheduler", chosen["class_path"], error) from error
+    entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return entry
+    if isinstance(getattr(data, "global_batch_size", None), list):
+        raise InputError(
+            "--lr_scheduler ReduceLROnPlateau does not work with phases of data.global_batch_size"
+        )
+    entry["monitor"] = getattr(scheduler, "monitor", "eval/loss")
+    entry["reduce_on_plateau"] = True
+    if batches_per_validation:
+        entry["frequency"] = batches_per_validation
+    else:
+        entry["interval"] = "epoch"
+    return entry
 
 
 class PhasesLR(LambdaLR):
@@ -268,24 +287,26 @@ def _share_of_peak(
     step; beyond the end cosine keeps its floor."""
     if isinstance(config.learning_rate, list):
         consumed = data.consumed_samples * data.seq_len if data else 0
-        return (
-            value_at(config.learning_rate, consumed)
-            / config.peak
-            * (min(1.0, step / warmup) if warmup else 1.0)
-        )
+        share = value_at(config.learning_rate, consumed) / config.peak
+        if step < warmup:
+            share *= step / warmup
+        return share
     shape, floor = config.schedule, config.min_learning_rate_share
-    stable = shape == "warmup_stable_decay"
+    is_stable = shape == "warmup_stable_decay"
+    if step < warmup and is_stable:
+        return step / warmup * (1 - floor) + floor
     if step < warmup:
-        return step / warmup * (1 - floor) + floor if stable else step / warmup
+        return step / warmup
     if shape == "constant":
         return 1.0
     if shape == "inverse_sqrt":
-        scale = warmup or 10_000
+        scale = warmup if warmup else 10_000
         return 1 / math.sqrt((step - warmup + scale) / scale)
     if shape == "linear":
         return max(0.0, (num_steps - step) / (num_steps - warmup))
+    # cosine falls from the end of the warm-up on, warmup_stable_decay in its last steps.
     falling = num_steps - warmup
-    if stable:
+    if is_stable:
         falling = min(max(1, int(config.decay_share * num_steps)), falling)
     fallen = min(max(0.0, (step - (num_steps - falling)) / falling), 1.0)
     return 0.5 * (1 + math.cos(math.pi * fallen)) * (1 - floor) + floor

@@ -1,5 +1,9 @@
 """Which transformers models train under which strategies to the numbers of one process.
 
+`verdict` asks, in this order: has the project proven the model itself; is its type in the table; is
+a variant with its switches refused, or every variant; are the libraries those of the table; is each
+of its switches in a variant that is right.
+
 `proof.json` is the result of `python -m zoo`: small odd models of each type, against one
 process. A project adds what `rehearse` has proven there, in its own proven.json. Per type:
 
@@ -62,61 +66,73 @@ def verdict(config: PreTrainedConfig | None, axes: str, project: Path | None = N
         return Verdict("proven")
     table, kind = _table(), config.model_type
     found = table["models"].get(kind, {})
-    if not found.get("variants"):
+    variants = found.get("variants")
+    if not variants:
         why = f": {found['not_run']}" if "not_run" in found else ""
         return Verdict("unproven", f"a model of type {kind!r}{why}")
     switches = switches_of(config)
-    for variant in found["variants"]:
-        if variant["switches"] == switches and (why := _refusal(variant, axes)):
-            return Verdict("refused", why)
-    if why := _always_refused(found["variants"], axes):
+    why = _refusal_of([each for each in variants if each["switches"] == switches], axes)
+    if not why:
+        why = _always_refused(variants, axes)
+    if why:
         return Verdict("refused", why)
     if table["versions"] != versions():
         names = ", ".join(f"{name} {number}" for name, number in versions().items())
         proven = ", ".join(table["versions"].values())
         return Verdict("unproven", f"{names} (the table has {proven})")
-    first, *others = found["variants"]
+    first, *others = variants
     if axes not in first["right"]:
         return Verdict("unproven", f"a model of type {kind!r} under {axes}")
-    needed, right = _of_models(axes), [first]
-    for variant in others:
-        if needed.issubset(variant["right"]):
-            right.append(variant)
-    unproven = ""
+    needed = _of_models(axes)
+    right = [first] + [variant for variant in others if needed.issubset(variant["right"])]
+    unproven = []
     for name, value in switches.items():
         if value in [variant["switches"].get(name) for variant in right]:
             continue
-        if NUMBERS.fullmatch(name):  # a number decides by itself, whatever the other switches are
-            for variant in found["variants"]:
-                if variant["switches"].get(name) == value and (why := _refusal(variant, axes)):
-                    return Verdict("refused", why)
+        if NUMBERS.fullmatch(name):
+            # A number decides by itself, whatever the other switches are.
+            same = [variant for variant in variants if variant["switches"].get(name) == value]
+            why = _refusal_of(same, axes)
+            if why:
+                return Verdict("refused", why)
             value = getattr(config.get_text_config(), name)
-        unproven = unproven or f"{name} {json.dumps(value)} of type {kind!r} under {axes}"
-    return Verdict("unproven", unproven) if unproven else Verdict("proven")
+        unproven.append(f"{name} {json.dumps(value)} of type {kind!r} under {axes}")
+    if unproven:
+        return Verdict("unproven", unproven[0])
+    return Verdict("proven")
 
 
-def _refusal(variant: dict[str, Any], axes: str) -> str:
-    """Returns why a tried variant fails under `axes` or a part of them; "" if that is unknown."""
-    for refused, why in variant["refused"].items() if axes not in variant["right"] else ():
-        if {*axes.split("+")}.issuperset(refused.split("+")):
-            return why
+def _refusal_of(variants: list[dict[str, Any]], axes: str) -> str:
+    """Returns why the first of some tried variants fails under `axes` or a part of them; "" if none
+    is known to fail."""
+    for variant in variants:
+        if axes in variant["right"]:
+            continue
+        for refused, why in variant["refused"].items():
+            if _is_part(refused, axes):
+                return why
     return ""
+
+
+def _is_part(some: str, axes: str) -> bool:
+    """Returns whether `axes` has all of `some`: "fsdp" is a part of "fsdp+tp"."""
+    return set(axes.split("+")).issuperset(some.split("+"))
 
 
 def _of_models(axes: str) -> set[str]:
     """Returns the axes within `axes` whose result depends on what a model computes."""
-    parts = {*axes.split("+")}
-    return {each for each in OF_MODELS if parts.issuperset(each.split("+"))}
+    return {each for each in OF_MODELS if _is_part(each, axes)}
 
 
 def _always_refused(variants: list[dict[str, Any]], axes: str) -> str:
     """Returns why each tried variant fails under `axes` or a part of them; "" if one is right.
     Switches that nobody tried are taken to be no better."""
-    right = {each for variant in variants for each in variant["right"]}
+    right: set[str] = set()
+    for variant in variants:
+        right.update(variant["right"])
     for variant in variants:
         for refused, why in variant["refused"].items():
-            is_part = {*axes.split("+")}.issuperset(refused.split("+"))
-            if is_part and not right & {axes, refused, *_of_models(refused)}:
+            if _is_part(refused, axes) and not right & {axes, refused, *_of_models(refused)}:
                 return why
     return ""
 
@@ -151,8 +167,10 @@ def remember(
 def waits_of(package: Path) -> list[str] | None:
     """Returns the lines of a project's package that wait for a GPU in each step, by `rehearse
     --gpu`; None: it was not run, or the code has changed."""
-    found = _content(package.parent).get("gpu", {})
-    return found["waits"] if found and found["code"] == _code(package) else None
+    found = _content(package.parent).get("gpu")
+    if not found or found["code"] != _code(package):
+        return None
+    return found["waits"]
 
 
 def _code(package: Path) -> str:
@@ -181,14 +199,17 @@ def switches_of(config: PreTrainedConfig) -> dict[str, object]:
 
 def is_on(value: object) -> bool:
     """Whether a number of a configuration changes what its model computes."""
-    return any(value) if isinstance(value, list) else value not in (None, 0, 1)
+    if isinstance(value, list):
+        return any(value)
+    return value not in (None, 0, 1)
 
 
 def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
     """Returns the adapters of `module` and a strategy's dimensions above one, joined by "+"."""
     if world_size == 1:
         return ""
-    return "+".join([*getattr(module, "adapter_axes", []), *sharding_of(strategy).axes(world_size)])
+    adapters = getattr(module, "adapter_axes", [])
+    return "+".join([*adapters, *sharding_of(strategy).axes(world_size)])
 
 
 @cache
@@ -198,7 +219,9 @@ def _table() -> dict[str, Any]:
 
 def _content(project: Path) -> dict[str, Any]:
     path = project / FILE
-    return read_mapping(path, "delete it") if path.exists() else {}
+    if not path.exists():
+        return {}
+    return read_mapping(path, "delete it")
 
 
 def _entry(config: PreTrainedConfig, axes: str) -> dict[str, object]:

@@ -74,15 +74,18 @@ class TrainingModule(L.LightningModule):
         """Returns the settings that change the model's function or its loss but no weight's shape:
         a resume compares them. Add your own keys."""
         found = {f"model.balance.{key}": value for key, value in vars(self.balance).items()}
-        classes = {"optimizer": self.optim.chosen or {"class_path": "AdamW"}}
-        classes["lr_scheduler"] = self.optim.lr_scheduler_class
+        optimizer = self.optim.chosen
+        if optimizer is None:
+            optimizer = {"class_path": "AdamW"}
+        classes = {"optimizer": optimizer, "lr_scheduler": self.optim.lr_scheduler_class}
         named = {*classes, "optimizer_class", "lr_scheduler_class"}
         optim = {key: value for key, value in vars(self.optim).items() if key not in named}
-        if isinstance(rate := optim["learning_rate"], list):
-            optim["learning_rate"] = {"phases": rate}
+        if isinstance(optim["learning_rate"], list):
+            optim["learning_rate"] = {"phases": optim["learning_rate"]}
         found |= flatten({"model": {"optim": optim}, **classes})
         start = "model.pretrained" if getattr(self, "pretrained", None) else "model.architecture"
-        if config := self.build_config(data):
+        config = self.build_config(data)
+        if config is not None:
             found |= flatten(decisive_fields(config.to_dict()), f"{start}.")
         return found
 
@@ -125,7 +128,7 @@ class TrainingModule(L.LightningModule):
     def log_eval(self, metrics: dict[str, float]) -> None:
         """Logs validation or test results, by full name ("eval/loss"), to loggers and callbacks."""
         self.eval_metrics = metrics
-        # for callbacks to monitor; Lightning would log it a step early
+        # For callbacks to monitor; Lightning would log it to the loggers a step early.
         self.log_dict(metrics, logger=False)
         trainer = self.trainer
         if not trainer.sanity_checking or trainer.num_sanity_val_batches == trainer.num_val_batches:
@@ -138,13 +141,14 @@ class TrainingModule(L.LightningModule):
                 "model.optim.learning_rate auto is chosen by `fit` on the command line: give a"
                 " number"
             )
-        trainer, every = self.trainer, getattr(self.trainer, "val_check_interval", None)
+        trainer = self.trainer
         group = run_strategy(trainer.strategy).layers.batch_group
         optimizer = build_optimizer(self, self.optim, trainer.scaler is not None, group)
-        batches = every if isinstance(every, int) else None
-        schedule = build_schedule(
-            optimizer, self.optim, trainer.estimated_stepping_batches, batches, self.data
-        )
+        batches = getattr(trainer, "val_check_interval", None)
+        if not isinstance(batches, int):  # a share of an epoch
+            batches = None
+        num_steps = trainer.estimated_stepping_batches
+        schedule = build_schedule(optimizer, self.optim, num_steps, batches, self.data)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def configure_gradient_clipping(
@@ -154,7 +158,7 @@ class TrainingModule(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         if gradient_clip_val and gradient_clip_algorithm == "value":
-            # one by one: tensor parallelism mixes meshes and placements
+            # One by one: tensor parallelism mixes meshes and placements.
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
