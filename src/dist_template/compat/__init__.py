@@ -6,7 +6,6 @@ else may.
     loop.py, epochs.py       Lightning's training loop with less overhead, and exact epochs
     torch.py, torchrun.py    tensors, process groups, checkpoints; the elastic agent
     fake_tensors.py          tensors without memory, for `plan`
-    fake_cuda.py             torch.cuda, for `rehearse --gpu`
     stacks.py                names of functions in stacks, by which a hang's phase is known
     deepspeed.py             ZeRO's optimizers and checkpoint files
     transformers.py          attention masks, grouped products, sharding by a model's plans

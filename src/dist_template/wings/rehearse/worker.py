@@ -19,7 +19,8 @@ from pathlib import Path
 # Before torch and DeepSpeed are imported: no GPU, one thread per rank, no compiled kernels.
 if ON_DEVICES := os.environ.get("LD_PRELOAD", "").endswith("fake_hooks.so"):
     os.environ.pop("DS_ACCELERATOR", None)
-    from ...compat.fake_cuda import install
+    from fake_cuda.runtime import install
+
     from .gpu.events import EVENTS
 
     install(Path(os.environ["LD_PRELOAD"]).parent, EVENTS.record)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+import fake_cuda
+
 from ....errors import InputError
 from ..record import RunRecord
 from ..workers import run_ranks
@@ -28,7 +30,7 @@ MACHINES = ("x86_64", "aarch64")
 INCLUDE, TORCH, HERE = (
     Path(sysconfig.get_paths()["include"]),
     Path(torch.__file__).parent,
-    Path(__file__).parent,
+    Path(fake_cuda.__file__).parent,
 )
 LINKED = [
     f"-L{TORCH}/lib",

@@ -17,7 +17,7 @@ from ...values import short
 # memory was written while a copy read it; EARLY_READ, it was read before a copy arrived; FP32,
 # waits without bf16; NCCL_*: refused.
 OURS = re.compile("/dist_template/|/transformers/distributed/")  # the lines of strategies
-SKIPPED = re.compile("/wings/rehearse/gpu/|/compat/fake_cuda.py$")
+SKIPPED = re.compile("/wings/rehearse/gpu/|/fake_cuda/runtime.py$")
 PHASES = (  # of the innermost such frame on the stack: its function, its file's end, the phase
     ("on_validation_end", "callbacks/samples.py", "sample"),
     ("save", "checkpoint/commit.py", "checkpoint"),

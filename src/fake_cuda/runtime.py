@@ -1,9 +1,7 @@
 """Gives torch's CPU build a `torch.cuda` over the fake device of `rehearse --gpu`, and a NCCL over
 gloo.
 
-What torch.cuda calls in torch._C is in device.cpp of wings/rehearse/gpu. `install` replaces, in
-this order: the functions of torch._C; what torch.cuda has of its own; methods of storages and
-tensors that no operation shows; the process group."""
+What torch.cuda calls in torch._C is in device.cpp."""
 
 import importlib
 import sys
@@ -34,17 +32,8 @@ PROPERTIES = SimpleNamespace(
 class Stream(torch.Stream):
     """torch.cuda.Stream: torch's own for any device, which asks the fake device's guard."""
 
-    @property
-    def cuda_stream(self) -> int:
-        return self.stream_id
-
-    @staticmethod
-    def is_capturing() -> bool:
-        return False
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
+    cuda_stream = property(lambda self: self.stream_id)
+    is_capturing = staticmethod(lambda: False)
 
 
 def install(folder: Path, record: Callable[[str, str, str], str]) -> None:
@@ -53,49 +42,37 @@ def install(folder: Path, record: Callable[[str, str, str], str]) -> None:
     place."""
     sys.path.append(str(folder))
     device: Any = importlib.import_module("fake_device")
+    cuda, distributed, nothing = _runtime(device), (c10d, torch.distributed), lambda *_, **__: None
     for name in dir(device):
         if name.startswith(("_cuda_", "_nccl_")):
             setattr(torch._C, name, getattr(device, name))
-    cuda = _runtime(device)
-    cuda._initialized = True
-    cuda._get_device_properties = lambda _=None: PROPERTIES
+    cuda._initialized, cuda._get_device_properties = True, lambda _=None: PROPERTIES
     cuda._exchange_device = cuda._maybe_exchange_device = device._cuda_exchangeDevice
     cuda.device_count = device._cuda_getDeviceCount  # torch's keeps the first answer
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.memory_summary = lambda *_, **__: ""
+    cuda.is_current_stream_capturing, cuda.memory_summary = lambda: False, lambda *_, **__: ""
     cuda.default_generators = tuple(device.default_gen(index) for index in range(16))
     for module in (cuda, cuda.streams):
         module.Event, module.Stream, module.ExternalStream = torch.Event, Stream, Stream
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(cuda.nvtx, name, _nothing)
+        setattr(cuda.nvtx, name, nothing)
     setattr(torch.backends.cuda, "is_built", lambda: True)  # noqa: B010
     _keep_storages(device)
     for name in ("numpy", "tolist"):  # they read without an operation
         setattr(torch.Tensor, name, _checked(device, name))
     device.check_exactly(_checked_exactly())
     device.set_callback(record)
-    _replace_nccl(device, record)
-
-
-def _replace_nccl(device: Any, record: Callable[[str, str, str], str]) -> None:
-    """Lets torch.distributed create the fake NCCL."""
     of_nccl: Any = importlib.import_module("fake_nccl")
     nccl, init = of_nccl.ProcessGroupNCCL, c10d.init_process_group
     nccl.Options = lambda *_, **__: SimpleNamespace(is_high_priority_stream=False, _timeout=None)
     of_nccl.setup(device.cpu_alias, record)
-
-    def init_without_device(*args: Any, device_id: object = None, **options: Any) -> None:
-        init(*args, **options)
-
     replaced: dict[str, Any] = {
         "ProcessGroupNCCL": nccl,
         "is_nccl_available": lambda: True,
         "_NCCL_AVAILABLE": True,
-        "_set_pg_timeout": _nothing,
-        # gloo cannot be bound to a device
-        "init_process_group": init_without_device,
+        "_set_pg_timeout": nothing,  # and gloo cannot be bound to a device:
+        "init_process_group": lambda *args, device_id=None, **options: init(*args, **options),
     }
-    for module in (c10d, torch.distributed):
+    for module in distributed:
         vars(module).update(replaced)
 
 
@@ -125,9 +102,8 @@ def _keep_storages(device: Any) -> None:
     def clone(storage: Any, to: Any = None) -> Any:
         if to and not to.startswith("cuda"):
             return None
-        target = to if to else storage.device
         own = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return own.to(target, copy=True).untyped_storage()
+        return own.to(to or storage.device, copy=True).untyped_storage()
 
     for name, method in (("resize_", resized), ("clone", clone)):
         setattr(torch.UntypedStorage, name, method)
@@ -135,24 +111,23 @@ def _keep_storages(device: Any) -> None:
 
 
 def _checked(device: Any, name: str) -> Any:
-    """Returns a method of tensors that records that it reads the device, and then reads."""
     read = getattr(torch.Tensor, name)
-
-    def method(tensor: torch.Tensor, *args: Any) -> Any:
-        device.check_read(tensor, f"Tensor.{name}")
-        return read(tensor, *args)
-
-    return method
+    return lambda self, *args: (device.check_read(self, f"Tensor.{name}"), read(self, *args))[1]
 
 
 def _checked_exactly() -> list[str]:
     """Returns the operations whose CUDA wrappers want all tensors on one device, from torch's own
     list."""
-    packages = Path(torch.__file__).parents[1]
-    functions = packages / "torchgen/packaged/ATen/native/native_functions.yaml"
-    found = []
-    for part in functions.read_text("utf-8").split("\n- func: ")[1:]:
-        is_on_gpu = "CUDA" in part or "structured" in part
-        if is_on_gpu and "NoCheck" not in part:
-            found.append(f"aten::{part.partition('(')[0]}")
-    return found
+    functions = (
+        Path(torch.__file__).parents[1] / "torchgen/packaged/ATen/native/native_functions.yaml"
+    )
+    parts = [
+        part
+        for part in functions.read_text("utf-8").split("\n- func: ")[1:]
+        if "NoCheck" not in part
+    ]
+    return [
+        f"aten::{part.partition('(')[0]}"
+        for part in parts
+        if "CUDA" in part or "structured" in part
+    ]

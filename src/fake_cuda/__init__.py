@@ -1,0 +1,1 @@
+"""A CUDA device that computes on the host, for torch's CPU build."""
