@@ -5,7 +5,6 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
-#include <dlfcn.h>
 #include <torch/library.h>
 #include <set>
 #include "memory.hpp"
@@ -13,6 +12,7 @@ using c10::DispatchKey;
 using c10::IValue;
 using Arguments = ArrayRef<IValue>;
 using Names = std::set<std::string>;
+static bool reports_kernels = true;
 static Names& checked_exactly = *new Names();  // operations whose tensors CUDA's wrappers want on one device
 static const Names not_checked{"aten::copy_", "aten::fill_", "aten::_foreach_copy_", "aten::record_stream", "aten::set_"};
 static const Names reads_result{"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
@@ -105,6 +105,16 @@ static void report_waits(const c10::FunctionSchema& schema, Arguments values) {
     if (!has_size) wait("SYNC", name.c_str());
 }
 
+static void report_kernel(const c10::FunctionSchema& schema, Arguments values) {
+    if (!reports_kernels || reads_result.count(schema.name())) return;
+    std::string what;  // the first tensor
+    for (auto& value : values)
+        each_tensor(value, [&](const Tensor& t) {
+            if (what.empty() && t.defined()) what = describe(t);
+        });
+    report("KERNEL", schema.name(), what);
+}
+
 // ---- operations
 static Tensor& set_at(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef strides) {
     auto* changed = self.unsafeGetTensorImpl();
@@ -120,6 +130,7 @@ static void compute(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     Arguments values(stack->data() + first, schema.arguments().size());
     check(op, values);
     report_waits(schema, values);
+    report_kernel(schema, values);
     std::vector<std::pair<Tensor, Tensor>> aliases;  // on the host, of the device
     std::vector<std::pair<Generator, Generator>> generators;
     Device device = kCPU;  // of the results
@@ -193,6 +204,7 @@ static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     bool between_devices = self.is_cuda() == source.is_cuda(), to_device = self.is_cuda();
     bool is_fast = is_pinned((to_device ? source : self).storage().data());
     if (between_devices || !self.numel()) {
+        if (reports_kernels) report("KERNEL", "aten::copy_", what);
         to.copy_(from);
     } else if (!non_blocking || (!is_fast && !to_device)) {
         std::string kind = non_blocking ? "copy to pageable memory" : "blocking copy";
@@ -205,11 +217,12 @@ static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
         to.copy_(from);
         if (!is_fast) return self;
         auto values = source.clone();
-        auto where = report("H2D_PINNED", "copy_");
+        auto where = report("H2D_PINNED", "H2D from pinned memory", what);
         std::lock_guard<std::mutex> lock(mu);
         sources.push_back({source, values, where});
     } else {
         auto values = from.clone();
+        report("D2H_PINNED", "D2H to pinned memory", what);
         watch_reads(true);
         std::lock_guard<std::mutex> lock(mu);
         pending.push_back({self, values, what});
@@ -293,12 +306,17 @@ void watch_reads(bool on) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    auto slot = (const void**)dlsym(RTLD_DEFAULT, "fake_cuda_hooks");
-    if (!slot) throw std::runtime_error("LD_PRELOAD must name fake_hooks.so");
-    static at::Hooks hooks{at::CUDAHooksArgs{}};
-    *slot = static_cast<const at::CUDAHooksInterface*>(&hooks);
+    // A CPU build creates one object of the base class, which has no members, at its first use, and returns it for
+    // ever. It gets the virtual functions of the device's class: a registered class would come too late for a process
+    // in which something has asked already (torch 2.13, aten/src/ATen/detail/CUDAHooksInterface.cpp).
+    static const at::Hooks hooks{at::CUDAHooksArgs{}};
+    static_assert(sizeof(at::Hooks) == sizeof(void*) && sizeof(at::CUDAHooksInterface) == sizeof(void*));
+    memcpy((void*)&at::detail::getCUDAHooks(), (const void*)&hooks, sizeof(void*));
     m.def("set_callback", [](py::object callback) { on_event = new py::object(callback); });
     m.def("check_exactly", [](std::vector<std::string> names) { checked_exactly.insert(names.begin(), names.end()); });
+    m.def("set_devices", [](int number) { num_devices = number; });
+    m.def("set_reports_kernels", [](bool reports) { reports_kernels = reports; });
+    m.attr("most_devices") = most_devices;
     m.def("check_read", &check_read);
     m.def("cpu_alias", &on_host);
     m.def("pin", [](uintptr_t start, size_t size) { return pin((void*)start, size), 0; });
@@ -317,7 +335,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto name : {"_cuda_isInBadFork", "_cuda_isCurrentStreamCapturing"}) m.def(name, no);
     m.def("_cuda_canDeviceAccessPeer", [](int, int) { return true; });
     m.def("_cuda_getCurrentRawStream", [](int) { return 0; });
-    m.def("_cuda_getDeviceCount", &num_devices);
+    m.def("_cuda_getDeviceCount", [] { return num_devices; });
     m.def("_cuda_getDevice", [] { return (int)current; });
     m.def("_cuda_getArchFlags", [] { return "sm_90"; });
     m.def("_cuda_synchronize", [] { wait("SYNC", "torch.cuda.synchronize"); });

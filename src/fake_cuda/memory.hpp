@@ -12,15 +12,12 @@ using namespace at;
 static std::mutex mu;
 static thread_local DeviceIndex current = 0;
 static py::object* on_event = nullptr;  // called with (kind, operation, detail)
-
-static int num_devices() {
-    const char* number = getenv("LOCAL_WORLD_SIZE");
-    return number ? atoi(number) : 1;
-}
+static int num_devices = 1;             // of this process, as install() sets it
+constexpr int most_devices = 16;
 static Device gpu(DeviceIndex index = -1) { return {kCUDA, index < 0 ? current : index}; }
 static DeviceIndex exchange(DeviceIndex index) {
     auto before = current;
-    TORCH_CHECK(index < num_devices(), "CUDA error: invalid device ordinal ", int(index), " of ", num_devices());
+    TORCH_CHECK(index < num_devices, "CUDA error: invalid device ordinal ", int(index), " of ", num_devices);
     if (index >= 0) current = index;
     return before;
 }
@@ -126,7 +123,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Device getDevice() const override { return gpu(); }
     void setDevice(Device d) const override { exchange(d.index()); }
     void uncheckedSetDevice(Device d) const noexcept override { exchange(d.index()); }
-    DeviceIndex deviceCount() const noexcept override { return num_devices(); }
+    DeviceIndex deviceCount() const noexcept override { return num_devices; }
     Stream getStream(Device d) const override { return Stream(Stream::DEFAULT, gpu(d.index())); }
     Stream getNewStream(Device d, int) const override { return Stream(Stream::UNSAFE, gpu(d.index()), 7); }
     Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
@@ -159,7 +156,7 @@ struct DeviceGenerator final : CPUGeneratorImpl {
 static const Generator& default_generator(DeviceIndex index) {
     static std::vector<Generator> all = [] {
         std::vector<Generator> made;
-        for (int i = 0; i < 16; i++) made.push_back(make_generator<DeviceGenerator>(i));
+        for (int i = 0; i < most_devices; i++) made.push_back(make_generator<DeviceGenerator>(i));
         return made;
     }();
     return all[gpu(index).index()];
@@ -169,11 +166,12 @@ namespace at {
 struct Hooks : CUDAHooksInterface {
     Hooks(CUDAHooksArgs) {}
     void init() const override {}
+    bool isBuilt() const override { return true; }  // getAccelerator takes it for the accelerator
     bool isAvailable() const override { return true; }
     bool hasCUDA() const override { return true; }
     bool hasPrimaryContext(DeviceIndex) const override { return true; }
-    int getNumGPUs() const override { return num_devices(); }
-    DeviceIndex deviceCount() const override { return num_devices(); }
+    int getNumGPUs() const override { return num_devices; }
+    DeviceIndex deviceCount() const override { return num_devices; }
     DeviceIndex current_device() const override { return current; }
     DeviceIndex getCurrentDevice() const override { return current; }
     void setCurrentDevice(DeviceIndex index) const override { exchange(index); }

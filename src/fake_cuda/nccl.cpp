@@ -21,6 +21,14 @@ static void refuse(const char* kind, const std::string& operation, const std::st
     report(kind, operation, why);
     TORCH_CHECK(false, why, ": ", operation);
 }
+// Shape and type of the first tensor.
+static std::string describe(const Tensor& t) {
+    return "(" + c10::Join(", ", t.sizes()) + ") " + std::string(t.dtype().name());
+}
+template <class T>
+static std::string describe(const std::vector<T>& all) {
+    return all.empty() ? "" : describe(all[0]);
+}
 static const std::set<at::ScalarType> sent{
     at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar, at::kByte, at::kInt, at::kLong, at::kBool,
     at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kComplexFloat, at::kComplexDouble, at::kComplexHalf};
@@ -54,6 +62,7 @@ static void scale(std::vector<T>& all, double factor) {
         auto to = on_host(out, #NAME);                                        \
         auto from = on_host(in, #NAME);                                       \
         if (factor != 1) scale(from, factor);                                 \
+        report("NCCL", #NAME, describe(in));                                  \
         return gloo->NAME(to, from, options);                                 \
     }
 #define IN_PLACE(NAME, OPTIONS)                                               \
@@ -64,6 +73,7 @@ static void scale(std::vector<T>& all, double factor) {
         bool is_exact = at::isIntegralType(both[0].scalar_type(), true);      \
         for (auto& tensor : both)                                             \
             if (factor != 1 && !is_exact) tensor.mul_(factor);                \
+        report("NCCL", #NAME, describe(tensors));                             \
         auto work = gloo->NAME(both, options);                                \
         if (factor == 1 || !is_exact) return work;                            \
         work->wait();                                                         \
@@ -155,14 +165,17 @@ struct FakeNccl : Backend {
     Handle alltoall_base(Tensor& out, Tensor& in, Sizes& to_sizes, Sizes& from_sizes,
                          const c10d::AllToAllOptions& options) override {
         auto to = on_host(out, "alltoall_base"), from = on_host(in, "alltoall_base");
+        report("NCCL", "alltoall_base", describe(in));
         return gloo->alltoall_base(to, from, to_sizes, from_sizes, options);
     }
     Handle send(Tensors& tensors, int rank, int tag) override {
         auto sent = on_host(tensors, "send");
+        report("NCCL", "send", describe(tensors));
         return gloo->send(sent, rank, tag);
     }
     Handle recv(Tensors& tensors, int rank, int tag) override {
         auto received = on_host(tensors, "recv");
+        report("NCCL", "recv", describe(tensors));
         return gloo->recv(received, rank, tag);
     }
     Handle barrier(const c10d::BarrierOptions& options) override {

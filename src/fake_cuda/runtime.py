@@ -1,7 +1,7 @@
-"""Gives torch's CPU build a `torch.cuda` over the fake device of `rehearse --gpu`, and a NCCL over
-gloo.
+"""`install`: gives torch's CPU build a `torch.cuda` over the fake device, and a NCCL over gloo.
 
-What torch.cuda calls in torch._C is in device.cpp."""
+What torch.cuda calls in torch._C is in device.cpp. The names that are replaced here are torch's
+private ones, as of the versions in build.py."""
 
 import importlib
 import sys
@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+
+from .build import build
+from .event_log import Kind, record_event
+
+Record = Callable[[Kind, str, str], str]  # gets kind, operation and detail, returns the place
 
 GB = 2**30
 PROPERTIES = SimpleNamespace(
@@ -36,43 +41,78 @@ class Stream(torch.Stream):
     is_capturing = staticmethod(lambda: False)
 
 
-def install(folder: Path, record: Callable[[str, str, str], str]) -> None:
-    """Loads the libraries in `folder`, in a process that has preloaded fake_hooks.so, before
-    Lightning is imported. `record` gets kind, operation and detail of each event, and returns its
-    place."""
-    sys.path.append(str(folder))
-    device: Any = importlib.import_module("fake_device")
-    cuda, distributed, nothing = _runtime(device), (c10d, torch.distributed), lambda *_, **__: None
+_compiled: dict[str, Any] = {}  # the modules fake_device and fake_nccl, once they are installed
+
+
+def is_installed() -> bool:
+    """Returns whether this process has fake devices."""
+    return bool(_compiled)
+
+
+def install(gpus: int = 1, *, kernels: bool = True, record: Record = record_event) -> None:
+    """Gives this process `gpus` devices; compiles them first where they are not in the cache.
+
+    Call it before the first backward pass, because torch starts the autograd threads of its devices
+    there, and before importing a library that asks torch for GPUs at its import, such as Lightning
+    and DeepSpeed. There is no way back; another call sets other arguments. Raises Unsupported where
+    the device cannot work, and ValueError for another number than 1 to 16.
+
+    `kernels`: also report each operation on the device, which takes microseconds each. `record`:
+    gets the events in place of `events()`; it is called in the thread of each."""
+    if not _compiled:
+        folder = build()
+        sys.path.append(str(folder))
+        for name in ("fake_device", "fake_nccl"):
+            _compiled[name] = importlib.import_module(name)
+        _replace_cuda(_compiled["fake_device"])
+        _replace_storages(_compiled["fake_device"])
+        _replace_nccl(_compiled["fake_nccl"])
+        _compiled["fake_device"].check_exactly(_checked_exactly())
+    device, nccl = _compiled["fake_device"], _compiled["fake_nccl"]
+    if gpus not in range(1, device.most_devices + 1):
+        raise ValueError(f"gpus is {gpus!r}; 1 to {device.most_devices} are possible")
+    device.set_devices(gpus)
+    device.set_reports_kernels(kernels)
+    device.set_callback(record)
+    nccl.setup(device.cpu_alias, record)
+
+
+def _replace_cuda(device: Any) -> None:
+    """Replaces what torch.cuda takes from CUDA's runtime."""
     for name in dir(device):
         if name.startswith(("_cuda_", "_nccl_")):
             setattr(torch._C, name, getattr(device, name))
-    cuda._initialized, cuda._get_device_properties = True, lambda _=None: PROPERTIES
+    cuda, nothing = _runtime(device), lambda *_, **__: None
+    cuda._initialized = True
+    cuda._get_device_properties = lambda _=None: PROPERTIES
     cuda._exchange_device = cuda._maybe_exchange_device = device._cuda_exchangeDevice
     cuda.device_count = device._cuda_getDeviceCount  # torch's keeps the first answer
-    cuda.is_current_stream_capturing, cuda.memory_summary = lambda: False, lambda *_, **__: ""
-    cuda.default_generators = tuple(device.default_gen(index) for index in range(16))
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.memory_summary = lambda *_, **__: ""
+    cuda.default_generators = tuple(map(device.default_gen, range(device.most_devices)))
     for module in (cuda, cuda.streams):
         module.Event, module.Stream, module.ExternalStream = torch.Event, Stream, Stream
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         setattr(cuda.nvtx, name, nothing)
     setattr(torch.backends.cuda, "is_built", lambda: True)  # noqa: B010
-    _keep_storages(device)
-    for name in ("numpy", "tolist"):  # they read without an operation
-        setattr(torch.Tensor, name, _checked(device, name))
-    device.check_exactly(_checked_exactly())
-    device.set_callback(record)
-    of_nccl: Any = importlib.import_module("fake_nccl")
-    nccl, init = of_nccl.ProcessGroupNCCL, c10d.init_process_group
-    nccl.Options = lambda *_, **__: SimpleNamespace(is_high_priority_stream=False, _timeout=None)
-    of_nccl.setup(device.cpu_alias, record)
+
+
+def _replace_nccl(nccl: Any) -> None:
+    """Makes torch.distributed's backend `nccl` the process group of nccl.cpp."""
+    group, init = nccl.ProcessGroupNCCL, c10d.init_process_group
+    group.Options = lambda *_, **__: SimpleNamespace(is_high_priority_stream=False, _timeout=None)
+
+    def init_process_group(*args: Any, device_id: object = None, **options: Any) -> None:
+        init(*args, **options)  # gloo cannot be bound to a device
+
     replaced: dict[str, Any] = {
-        "ProcessGroupNCCL": nccl,
+        "ProcessGroupNCCL": group,
         "is_nccl_available": lambda: True,
         "_NCCL_AVAILABLE": True,
-        "_set_pg_timeout": nothing,  # and gloo cannot be bound to a device:
-        "init_process_group": lambda *args, device_id=None, **options: init(*args, **options),
+        "_set_pg_timeout": lambda *_, **__: None,
+        "init_process_group": init_process_group,
     }
-    for module in distributed:
+    for module in (c10d, torch.distributed):
         vars(module).update(replaced)
 
 
@@ -88,9 +128,9 @@ def _runtime(device: Any) -> Any:
     return cuda
 
 
-def _keep_storages(device: Any) -> None:
+def _replace_storages(device: Any) -> None:
     """Gives storages of the device what torch has for its own: resizing, copies, loading from
-    files."""
+    files; and lets reads without an operation be checked."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
@@ -108,11 +148,19 @@ def _keep_storages(device: Any) -> None:
     for name, method in (("resize_", resized), ("clone", clone)):
         setattr(torch.UntypedStorage, name, method)
     torch.serialization.register_package(5, lambda _: None, clone)
+    for name in ("numpy", "tolist"):
+        setattr(torch.Tensor, name, _checked(device, name))
 
 
 def _checked(device: Any, name: str) -> Any:
+    """Returns a method of tensors that reports a read of memory whose copy has not arrived."""
     read = getattr(torch.Tensor, name)
-    return lambda self, *args: (device.check_read(self, f"Tensor.{name}"), read(self, *args))[1]
+
+    def checked(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        device.check_read(self, f"Tensor.{name}")
+        return read(self, *args, **options)
+
+    return checked
 
 
 def _checked_exactly() -> list[str]:

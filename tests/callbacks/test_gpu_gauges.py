@@ -13,8 +13,8 @@ import pynvml
 import pytest
 import torch
 
+import fake_cuda
 from dist_template.callbacks.gpu import GpuGauges, Names, Sampler, names_of, over_ranks
-from dist_template.wings.rehearse.gpu import devices
 from dist_template.wings.rehearse.gpu.devices import run_on_devices
 from dist_template.wings.rehearse.record import RunRecord
 from tests.support import nvml
@@ -25,7 +25,7 @@ from tests.support.runs import only_run, run, small
 from tests.support.strategies import flags_of
 from tests.support.wings import figures
 
-LACKS = pytest.mark.skipif(bool(devices.refusal()), reason=devices.refusal())
+LACKS = pytest.mark.skipif(bool(fake_cuda.refusal()), reason=fake_cuda.refusal())
 STEPS = [
     f"--model.architecture={MODELS['llama']}",
     "--trainer.max_steps=12",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_template.wings.rehearse.gpu import devices
+import fake_cuda
 from dist_template.wings.rehearse.gpu.devices import run_on_devices
 from dist_template.wings.rehearse.record import RunRecord
 from tests import ROOT
@@ -15,7 +15,7 @@ from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run, small
 from tests.support.strategies import flags_of
 
-LACKS = pytest.mark.skipif(bool(devices.refusal()), reason=devices.refusal())
+LACKS = pytest.mark.skipif(bool(fake_cuda.refusal()), reason=fake_cuda.refusal())
 pytestmark = [pytest.mark.slow, LACKS]
 STEPS = [
     f"--model.architecture={MODELS['llama']}",

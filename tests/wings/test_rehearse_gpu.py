@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import fake_cuda
 from dist_template.project import Project
 from dist_template.wings.rehearse import command
 from dist_template.wings.rehearse.checks import run_checks
-from dist_template.wings.rehearse.gpu import devices
 from tests.support import gpu_faults as g
 from tests.support.classifier import PLAIN
 from tests.support.parity import MODELS
@@ -23,7 +23,7 @@ from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY
 from tests.support.wings import Runs
 
-CANNOT = devices.refusal()
+CANNOT = fake_cuda.refusal()
 NEEDS_COMPILER = pytest.mark.skipif(bool(CANNOT), reason=CANNOT or "-")
 LLAMA, DEEPSEEK = MODELS["llama"], ""  # "": the project's own
 QWEN3_MOE = "{model_type: qwen3_moe, num_hidden_layers: 2, num_experts: 4, num_experts_per_tok: 2}"

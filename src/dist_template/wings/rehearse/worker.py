@@ -16,19 +16,24 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from .gpu import VARIABLE
+
 # Before torch and DeepSpeed are imported: no GPU, one thread per rank, no compiled kernels.
-if ON_DEVICES := os.environ.get("LD_PRELOAD", "").endswith("fake_hooks.so"):
+ON_DEVICES = VARIABLE in os.environ
+if ON_DEVICES:
     os.environ.pop("DS_ACCELERATOR", None)
-    from fake_cuda.runtime import install
-
-    from .gpu.events import EVENTS
-
-    install(Path(os.environ["LD_PRELOAD"]).parent, EVENTS.record)
 else:
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as cli/main.py does
 os.environ["TORCH_WARM_POOL"] = "0"  # no compiler processes: this process is forked
+
+import fake_cuda  # noqa: E402
+
+from .gpu.events import EVENTS  # noqa: E402
+
+if ON_DEVICES:  # before Lightning and DeepSpeed ask for GPUs, when they are imported
+    fake_cuda.install(kernels=False, record=EVENTS.record)
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
@@ -76,6 +81,9 @@ def serve(
     # The platform's default, so that loader workers are children of this rank and exit with it.
     multiprocessing.set_start_method(None, force=True)
     rank = int(environment["RANK"])
+    if ON_DEVICES:
+        gpus = int(environment["LOCAL_WORLD_SIZE"])
+        fake_cuda.install(gpus, kernels=False, record=EVENTS.record)
     with (record / f"rank{rank}.log").open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)  # for the output of C++ libraries
         os.dup2(log.fileno(), 2)

@@ -1,8 +1,8 @@
-"""A CUDA device that computes on the host, for `rehearse --gpu`. It cannot show kernels, speed,
-compilation, memory and NCCL's scheduling.
+"""`rehearse --gpu`: checks over the package fake_cuda, whose README.md says what they cannot show.
 
-devices.py     compiles the device once, and runs ranks on it, as workers.py does on CPUs hooks.cpp
-preloaded into a process: torch takes the device for its accelerator device.cpp     operations,
-copies that arrive late, refusals; memory.hpp: memory, streams, generators nccl.cpp       a process
-group that refuses what NCCL refuses; fake_cuda/runtime.py is torch.cuda over these observer.py
-callback, records what the device reports (events.py), which checks.py checks"""
+devices.py    starts ranks on fake GPUs, as workers.py does on CPUs
+observer.py   callback: notes the phase of each step, and writes down what the device reported
+events.py     events by phase of training, and by whose line caused them
+checks.py     the checks on these, and on curves of CPU processes"""
+
+VARIABLE = "DIST_ON_FAKE_GPUS"  # set in processes whose ranks get fake GPUs; worker.py reads it

@@ -1,5 +1,4 @@
-"""What the fake device reports, by phase of training, and by the line that caused it and its
-owner."""
+"""What fake GPUs report, by phase of training, and by the line that caused it and its owner."""
 
 from __future__ import annotations
 
@@ -13,11 +12,8 @@ from typing import NamedTuple
 from ....project import is_users
 from ...values import short
 
-# Kinds: SYNC and EVENT_WAIT, the host waits; H2D_PAGEABLE, it copies slowly; RACE_H2D, pinned
-# memory was written while a copy read it; EARLY_READ, it was read before a copy arrived; FP32,
-# waits without bf16; NCCL_*: refused.
 OURS = re.compile("/dist_template/|/transformers/distributed/")  # the lines of strategies
-SKIPPED = re.compile("/wings/rehearse/gpu/|/fake_cuda/runtime.py$")
+SKIPPED = re.compile("/wings/rehearse/gpu/|/fake_cuda/")
 PHASES = (  # of the innermost such frame on the stack: its function, its file's end, the phase
     ("on_validation_end", "callbacks/samples.py", "sample"),
     ("save", "checkpoint/commit.py", "checkpoint"),
@@ -31,7 +27,7 @@ class Event(NamedTuple):
     """A kind of event, and how often it came."""
 
     phase: str  # start, warm-up, plain, log, end, background save, or one of PHASES
-    kind: str
+    kind: str  # one of fake_cuda.Kind
     operation: str
     # of the innermost line that is the project's or this library's: "user", "library", or ""
     # without any
