@@ -17,6 +17,7 @@ JOBS ?= 3
 WHICH ?= pinned
 PARALLEL = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 TESTS = .venv/bin/python -m pytest $(PARALLEL)
+TESTED := tests fake-cuda/tests
 TEMPLATE := $(shell find cookiecutter.json hooks '$(PROJECT)' -type f -not -path '*/__pycache__/*')
 export PYTHON TORCH_INDEX TORCH_CUDA
 
@@ -45,19 +46,19 @@ finetune-demo: $(OUT)/.my-trainer  ## fine-tune SmolLM2-135M in that project, se
 test test-all test-real test-quick: export OMP_NUM_THREADS = 1
 
 test: $(READY)  ## tests the library and the template, then the default project
-	$(TESTS) tests
+	$(TESTS) $(TESTED)
 	@rm -rf build/test && mkdir -p build/test
 	.venv/bin/cookiecutter . --no-input --default-config --output-dir build/test
 	$(MAKE) --no-print-directory -C build/test/my-trainer test RUN='$(CURDIR)/.venv/bin/python' ARGS='-m ""'
 
 test-all: $(READY)  ## every test, the nightly ones too
-	$(TESTS) -m "" tests
+	$(TESTS) -m "" $(TESTED)
 
 test-real: $(READY)  ## the tests with published weights (SmolLM2-135M, from the package index); on two idle cores 25 minutes
 	.venv/bin/python -m pytest -m "" tests/wings/test_real_model.py
 
 test-quick: $(READY) dev  ## the tests that take no more than seconds, the project's run in place
-	$(TESTS) -n 2 -m "not slow and not nightly" tests
+	$(TESTS) -n 2 -m "not slow and not nightly" $(TESTED)
 	$(MAKE) --no-print-directory -C build/dev test RUN='$(CURDIR)/.venv/bin/python'
 
 dev:  ## link the un-rendered project into build/dev, its package named trainer_dev, to run it in place
@@ -65,8 +66,8 @@ dev:  ## link the un-rendered project into build/dev, its package named trainer_
 	@echo "dev: cd build/dev && ../../.venv/bin/python -m trainer_dev fit --config configs/quickstart.yaml"
 
 check: $(READY) dev  ## lint (ruff, benchmarks too) and type-check (ty) the hooks, the tests and the un-rendered package
-	.venv/bin/ruff check --no-respect-gitignore .ci src hooks tests docs benchmarks zoo demonstrations build/dev/trainer_dev build/dev/tests
-	.venv/bin/ty check --no-respect-ignore-files --python .venv --extra-search-path src --extra-search-path build/dev .ci src hooks tests docs build/dev/trainer_dev build/dev/tests
+	.venv/bin/ruff check --no-respect-gitignore .ci src fake-cuda hooks tests docs benchmarks zoo demonstrations build/dev/trainer_dev build/dev/tests
+	.venv/bin/ty check --no-respect-ignore-files --python .venv --extra-search-path src --extra-search-path build/dev --extra-search-path fake-cuda/tests .ci src fake-cuda/tests hooks tests docs build/dev/trainer_dev build/dev/tests
 
 bench: $(READY) dev build/peers  ## measure the project beside a hand-written loop and its peers (PART="step dist data …")
 	.venv/bin/python -m benchmarks $(PART)

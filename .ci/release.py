@@ -23,7 +23,11 @@ from pathlib import Path
 from packaging.version import Version
 
 OUT = Path("build/release").absolute()
-PLACES = {"pyproject.toml": r'^(version = ")[^"]*', "cookiecutter.json": r'^(  "_version": ")[^"]*'}
+PLACES = {
+    "pyproject.toml": r'^(version = ")[^"]*',
+    "fake-cuda/pyproject.toml": r'^(version = ")[^"]*',
+    "cookiecutter.json": r'^(  "_version": ")[^"]*',
+}
 PROOF, PINS = (
     Path("src/dist_template/proof.json"),
     Path("{{cookiecutter.project_slug}}/lock-cuda.txt"),

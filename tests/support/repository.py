@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tests import ROOT
 
-COPIED = ("src", "tests", "{{cookiecutter.project_slug}}", "demonstrations", "docs", "hooks")
+COPIED = ("src", "fake-cuda", "tests", "{{cookiecutter.project_slug}}")
+COPIED += ("demonstrations", "docs", "hooks")
 FILES = ("pyproject.toml", "cookiecutter.json")
 
 

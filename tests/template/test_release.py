@@ -27,6 +27,8 @@ def test_tag_library_template_and_changelog_have_one_version() -> None:
     sections = re.findall(r"^## (.*?) \((.*)\)$", changelog, flags=re.MULTILINE)
     template = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
     assert sections[0][0] == VERSION == template["_version"]
+    device = tomllib.loads((ROOT / "fake-cuda" / "pyproject.toml").read_text("utf-8"))
+    assert device["project"]["version"] == VERSION
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for _, date in sections[1:])
     for section in re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]:
         parts = re.findall(r"^### (.*)$", section, flags=re.MULTILINE)
@@ -84,7 +86,8 @@ def test_a_release_sets_the_version_in_every_place_and_commits(checkout: Path) -
     assert release(checkout, "commit", "7.0.0").returncode == 0
     subject, *changed = git(checkout, "show", "--format=%s", "--name-only").split("\n")
     assert subject == "Release 7.0.0"
-    assert {*changed} - {""} == {"CHANGELOG.md", "cookiecutter.json", "pyproject.toml"}
+    versions = {"cookiecutter.json", "pyproject.toml", "fake-cuda/pyproject.toml"}
+    assert {*changed} - {""} == {"CHANGELOG.md", *versions}
     assert '\nversion = "7.0.0"' in (checkout / "pyproject.toml").read_text("utf-8")
     assert '"_version": "7.0.0"' in (checkout / "cookiecutter.json").read_text("utf-8")
     assert re.search(r"(?m)^## 7\.0\.0 \(\d{4}-\d\d-\d\d\)$", changelog.read_text("utf-8"))
