@@ -70,6 +70,22 @@ def test_a_number_of_devices_that_is_not_possible_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("device")
+def test_a_backward_pass_before_the_installation_is_no_obstacle(tmp_path: Path) -> None:
+    script = """
+import torch
+torch.ones(2, requires_grad=True).sum().backward()
+import fake_cuda
+fake_cuda.install(gpus=2)
+weight = torch.ones(2, device="cuda:1", requires_grad=True)
+weight.sum().backward()
+assert weight.grad.tolist() == [1, 1]
+"""
+    done = run(tmp_path, "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("device")
 def test_another_call_sets_devices_and_who_gets_events(tmp_path: Path) -> None:
     script = """
 import fake_cuda, torch

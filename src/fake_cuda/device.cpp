@@ -5,6 +5,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 #include <set>
 #include "memory.hpp"
@@ -305,6 +306,17 @@ void watch_reads(bool on) {
     on ? reenableCallback(handle) : disableCallback(handle);
 }
 
+// Torch starts the autograd threads of all devices once, at the first backward pass. After one without the device there
+// are none, and a backward pass on the device would stop: they are started here (torch 2.13).
+struct Threads : torch::autograd::Engine {
+    static void start_if_late() {
+        Engine& engine = get_default_engine();
+        bool has_started = engine.*(&Threads::thread_pool_shared_) != nullptr;
+        bool has_none = (engine.*(&Threads::device_ready_queues_)).empty();
+        if (has_started && has_none) (engine.*(&Threads::start_device_threads))();
+    }
+};
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     // A CPU build creates one object of the base class, which has no members, at its first use, and returns it for
     // ever. It gets the virtual functions of the device's class: a registered class would come too late for a process
@@ -316,6 +328,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("check_exactly", [](std::vector<std::string> names) { checked_exactly.insert(names.begin(), names.end()); });
     m.def("set_devices", [](int number) { num_devices = number; });
     m.def("set_reports_kernels", [](bool reports) { reports_kernels = reports; });
+    m.def("start_threads_if_late", &Threads::start_if_late, py::call_guard<py::gil_scoped_release>());
     m.attr("most_devices") = most_devices;
     m.def("check_read", &check_read);
     m.def("cpu_alias", &on_host);

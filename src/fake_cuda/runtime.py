@@ -52,10 +52,10 @@ def is_installed() -> bool:
 def install(gpus: int = 1, *, kernels: bool = True, record: Record = record_event) -> None:
     """Gives this process `gpus` devices; compiles them first where they are not in the cache.
 
-    Call it before the first backward pass, because torch starts the autograd threads of its devices
-    there, and before importing a library that asks torch for GPUs at its import, such as Lightning
-    and DeepSpeed. There is no way back; another call sets other arguments. Raises Unsupported where
-    the device cannot work, and ValueError for another number than 1 to 16.
+    Call it before importing a library that asks torch for GPUs at its import, such as Lightning and
+    DeepSpeed. There is no way back; another call sets other arguments, but the autograd threads are
+    those of the number of devices at the first backward pass. Raises Unsupported where the device
+    cannot work, and ValueError for another number than 1 to 16.
 
     `kernels`: also report each operation on the device, which takes microseconds each. `record`:
     gets the events in place of `events()`; it is called in the thread of each."""
@@ -72,6 +72,7 @@ def install(gpus: int = 1, *, kernels: bool = True, record: Record = record_even
     if gpus not in range(1, device.most_devices + 1):
         raise ValueError(f"gpus is {gpus!r}; 1 to {device.most_devices} are possible")
     device.set_devices(gpus)
+    device.start_threads_if_late()
     device.set_reports_kernels(kernels)
     device.set_callback(record)
     nccl.setup(device.cpu_alias, record)
