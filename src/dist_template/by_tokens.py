@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from .errors import InputError
+from .ranges import NonNegativeFloat, PositiveFloat, PositiveInt
 
 __all__ = ["AUTO"]
 
@@ -33,10 +34,10 @@ class Phase:
             divisor of all values and `multiple`s, so that each number of ranks that divides it
             divides every batch. Others are not rounded."""
 
-    value: float
-    until: float | None = None
+    value: NonNegativeFloat
+    until: NonNegativeFloat | None = None
     shape: Literal["constant", "linear", "cosine"] = "constant"
-    multiple: int | None = None
+    multiple: PositiveInt | None = None
 
     def __str__(self) -> str:
         """Returns what is not the default, as a resume prints it that has other phases."""
@@ -46,6 +47,8 @@ class Phase:
 
 
 ByTokens = float | list[Phase]
+NonNegativeByTokens = NonNegativeFloat | list[Phase]
+PositiveByTokens = PositiveFloat | list[Phase]  # of a phase, 0 is allowed
 
 
 def value_at(given: ByTokens, tokens: float) -> float:

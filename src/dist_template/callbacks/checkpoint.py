@@ -28,6 +28,7 @@ from ..compat.lightning import (
 from ..errors import Ended, Exit, InputError, check_least
 from ..model.any_module import validation_loss
 from ..project import has_command_line, in_run
+from ..ranges import Folder, NonNegativeInt, PositiveInt
 from ..records import GIB
 from ..run_callback import RunCallback, loggers_of
 from .epoch_metrics import EpochMetrics
@@ -54,10 +55,10 @@ class LastCheckpoint(RunCallback, Checkpoint):
         accept_changes: Keys, such as [data.seq_len], that may differ from the checkpoint's although
             the samples, the model's function or its loss depend on them."""
 
-    every_n_steps: int = 100
-    keep: int = 2
+    every_n_steps: PositiveInt = 100
+    keep: PositiveInt = 2
     asynchronous: bool = False
-    dirpath: str = "{run}/checkpoints"
+    dirpath: Folder = "{run}/checkpoints"
     accept_changes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -261,8 +262,8 @@ class BestCheckpoint(Checkpoint):
 
     monitor: str | None = None
     mode: Literal["min", "max"] = "min"
-    keep: int = 1
-    dirpath: str = "{run}/checkpoints"
+    keep: NonNegativeInt = 1
+    dirpath: Folder = "{run}/checkpoints"
 
     def __post_init__(self) -> None:
         self.folder = Path(self.dirpath)

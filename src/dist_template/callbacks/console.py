@@ -17,6 +17,7 @@ from ..compat.lightning import last_step
 from ..errors import Ended, another_rank_is_gone, reason
 from ..metric_names import parts_of
 from ..model.any_module import callbacks_of, results_of
+from ..ranges import NonNegativeFloat
 from ..run_callback import RunCallback
 
 __all__ = ["console_of", "only_shows"]
@@ -65,7 +66,7 @@ class Console(RunCallback):
 
     worst = ""  # title of the worst open finding; wings/diagnose/callback.py sets it
 
-    def __init__(self, line_every_s: float = 10.0) -> None:
+    def __init__(self, line_every_s: NonNegativeFloat = 10.0) -> None:
         self.line_every_s = line_every_s
         self._terminal = sys.stdout.isatty()
         self._started = self._printed = 0.0

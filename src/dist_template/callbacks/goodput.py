@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from ..observe.history.goodput import KINDS
 from ..observe.history.run import RunFile
 from ..project import in_run
+from ..ranges import Folder
 
 LINE_S = 1.0
 
@@ -29,7 +30,7 @@ class Goodput(Checkpoint):
     Args:
         folder: The folder of `goodput.jsonl`."""
 
-    def __init__(self, folder: str = "{run}") -> None:
+    def __init__(self, folder: Folder = "{run}") -> None:
         self.folder = folder
         is_second = os.getpid() in _have_trained
         self._began = time.time() if is_second else psutil.Process().create_time()

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import first_line
 from ..model.any_module import metrics_of
+from ..ranges import Timeout
 from ..records import GIB
 from ..run_callback import RunCallback
 from .console import console_of
@@ -53,7 +54,7 @@ class GpuGauges(RunCallback):
     Args:
         every_s: Seconds between two readings of a GPU, at least 0.1. 0 turns gpu/* off."""
 
-    def __init__(self, every_s: float = 1.0) -> None:
+    def __init__(self, every_s: Timeout = 1.0) -> None:
         self.every_s = every_s
         self._sampler: Sampler | None = None
 

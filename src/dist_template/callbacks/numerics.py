@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import lightning as L
 import torch
@@ -36,6 +36,7 @@ from ..layout import total_norm
 from ..model.any_module import metrics_of, tracks_metrics
 from ..observe.history.run import RunFile
 from ..project import in_run
+from ..ranges import Folder, NonNegativeFloat, PositiveInt, Range
 from ..records import write_atomically
 from ..run_callback import RunCallback
 from .buffers import (
@@ -117,10 +118,10 @@ class Numerics(RunCallback):
 
     on_non_finite: Policy = "stop"
     on_spike: Literal["off"] | Policy = "off"
-    spike_window: int = 128
-    spike_sigmas: float = 6.0
-    patience: int = 20
-    folder: str = "{run}"
+    spike_window: Annotated[int, Range(ge=4, le=1_000_000)] = 128
+    spike_sigmas: NonNegativeFloat = 6.0
+    patience: PositiveInt = 20
+    folder: Folder = "{run}"
 
     def __post_init__(self) -> None:
         least = {"spike_window": 4, "spike_sigmas": 0, "patience": 1}

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 
 from ..model.any_module import data_of
+from ..ranges import Folder
 from ..run_callback import loggers_of
 from .console import only_shows
 
@@ -22,7 +23,7 @@ class Samples(Callback):
     Args:
         folder: The folder of `samples.txt`. null turns samples off."""
 
-    def __init__(self, folder: str | None = "{run}") -> None:
+    def __init__(self, folder: Folder | None = "{run}") -> None:
         self.folder = folder
 
     @only_shows

@@ -18,6 +18,7 @@ from ..compat.torch import limit_collectives, process_groups
 from ..errors import check_least
 from ..parallel import run_strategy
 from ..project import has_command_line
+from ..ranges import Timeout
 
 LATER_S = 60.0  # collectives time out later than the watchdog, which can name the stalled rank
 
@@ -34,7 +35,7 @@ class Watchdog(Callback):
         start_timeout_s: The same from the process's start to the end of the first optimizer step. 0
             turns it off."""
 
-    def __init__(self, timeout_s: float = 600.0, start_timeout_s: float = 1800.0) -> None:
+    def __init__(self, timeout_s: Timeout = 600.0, start_timeout_s: Timeout = 1800.0) -> None:
         check_least("watchdog", timeout_s=(timeout_s, 0), start_timeout_s=(start_timeout_s, 0))
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s

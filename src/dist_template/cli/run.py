@@ -23,6 +23,7 @@ from ..errors import InputError
 from ..foreign import refuse_links
 from ..observe.history.run import PLACEHOLDER, PlotlyJs, replaced
 from ..progress import running
+from ..ranges import Folder
 
 __all__ = ["verified_checkpoint"]
 
@@ -43,7 +44,7 @@ class RunConfig:
             files are uploaded; a run that has lost its disks resumes from there. null: none."""
 
     name: str = "default"
-    root: str = "runs"
+    root: Folder = "runs"
     report: bool = True
     plotly: PlotlyJs = "shared"
     store: str | None = None

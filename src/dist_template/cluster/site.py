@@ -1,13 +1,12 @@
 """The machines of a run, as `cluster` in a configuration describes them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from ..errors import InputError
+from ..ranges import NumNodes, PositiveInt, Range
 from . import hostfile
 from .redaction import redacted_environment
 
@@ -145,19 +144,19 @@ class Site:
             exclusive: null, dependency: afterok:17, array: 0-3}; gres replaces --gpus-per-node.
         kubernetes: What Kubernetes needs besides."""
 
-    nodes: int | None = None
-    min_nodes: int | None = None
-    devices_per_node: int | None = None
+    nodes: NumNodes | None = None
+    min_nodes: PositiveInt | None = None
+    devices_per_node: NumNodes | None = None
     device_memory: str | None = None
-    time_limit: str | int | None = None
-    save_s: int = 300
+    time_limit: str | Annotated[int, Range(gt=0)] | None = None
+    save_s: PositiveInt = 300
     hosts: list[str] = field(default_factory=list)
     hostfile: str | None = None
     include: str = ""
     exclude: str = ""
     ssh: str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=20"
     master: str | None = None
-    port: int | None = None
+    port: Annotated[int, Range(ge=1, le=65_535)] | None = None
     partition: str | None = None
     container: Literal["pyxis", "apptainer"] | None = None
     image: str | None = None
@@ -224,7 +223,7 @@ class Site:
         slots = hostfile.read(self.hostfile, partial(check_host, where="cluster.hostfile"))
         return hostfile.chosen(slots, self.include, self.exclude)
 
-    def without_secrets(self) -> Site:
+    def without_secrets(self) -> Self:
         """Returns the site with a text in place of each secret in `environment`."""
         return replace(self, environment=redacted_environment(self.environment))
 

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..by_tokens import ByTokens, check_phases, values_of
+from ..by_tokens import NonNegativeByTokens, check_phases, values_of
 from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least
 from ..layout import full_shape
+from ..ranges import NonNegativeFloat
 from ..weights import from_all_ranks
 from .flops import find_experts, num_experts, text_config
 
@@ -54,10 +55,10 @@ class BalanceConfig:
         z_loss_coef: Weight of the router z-loss, summed over layers, which keeps router logits
             small; 0.001 in ST-MoE. 0 is off."""
 
-    bias_update_speed: ByTokens = 0.001
-    aux_loss_coef: float | None = None
-    sequence_loss_coef: float = 0.0
-    z_loss_coef: float = 0.0
+    bias_update_speed: NonNegativeByTokens = 0.001
+    aux_loss_coef: NonNegativeFloat | None = None
+    sequence_loss_coef: NonNegativeFloat = 0.0
+    z_loss_coef: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         check_phases("model.balance.bias_update_speed", self.bias_update_speed)

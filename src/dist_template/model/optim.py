@@ -22,9 +22,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from ..by_tokens import AUTO, Auto, ByTokens, check_phases, value_at, values_of
+from ..by_tokens import AUTO, Auto, PositiveByTokens, check_phases, value_at, values_of
 from ..errors import InputError, reason
 from ..layout import by_layout, full_shape
+from ..ranges import NonNegativeFloat, PositiveFloat, Share, ShareBelowOne
 from .flops import matrices_of
 
 # class_path and init_args, as LightningCLI reads --optimizer and --lr_scheduler.
@@ -56,14 +57,14 @@ class OptimConfig:
         decay_share: Share of all steps in which warmup_stable_decay falls."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: ByTokens | Auto = 3e-4
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    learning_rate: PositiveByTokens | Auto = 3e-4
+    weight_decay: NonNegativeFloat = 0.1
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
     schedule: Schedule = "cosine"
-    warmup: float = 0.03
-    min_learning_rate_share: float = 0.1
-    decay_share: float = 0.2
+    warmup: NonNegativeFloat = 0.03
+    min_learning_rate_share: Share = 0.1
+    decay_share: Share = 0.2
     optimizer_class: Class | None = field(default=None, init=False)  # cli/fit.py sets these two
     lr_scheduler_class: Class | None = field(default=None, init=False)
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from ..compat.torch import EXPENSIVE, compile_checkpointed_hooks
 from ..compat.transformers import names_of_blocks
 from ..errors import InputError
+from ..ranges import PositiveInt
 
 __all__ = ["find_blocks", "wrap_blocks"]
 
@@ -39,7 +40,7 @@ class BlockConfig:
         compile: Compile each block with torch.compile. false: off."""
 
     checkpointing: Literal["none", "full", "selective"] = "none"
-    checkpoint_every: int = 1
+    checkpoint_every: PositiveInt = 1
     compile: bool = False
 
 

@@ -27,6 +27,7 @@ from ..compat.lightning import accumulates
 from ..compat.torch import drop_weak_references
 from ..errors import InputError, require
 from ..layout import refuse_unshardable
+from ..ranges import NonNegativeInt, PositiveInt
 from . import deepspeed_check
 from . import deepspeed_config as config_file
 from .configured import Configured, Hardware, is_users
@@ -155,9 +156,9 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         offload_parameters: bool | None = None,
         pin_memory: bool | Literal["auto"] = "auto",
         config: str | dict[str, Any] | None = None,
-        sub_group_size: int = 1_000_000_000,
-        prefetch_bucket_size: int = 50_000_000,
-        param_persistence_threshold: int = 100_000,
+        sub_group_size: PositiveInt = 1_000_000_000,
+        prefetch_bucket_size: NonNegativeInt = 50_000_000,
+        param_persistence_threshold: NonNegativeInt = 100_000,
         **kwargs: Any,
     ) -> None:
         require("deepspeed", "ZeroStrategy")

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import lightning as L
 import numpy as np
@@ -39,6 +39,7 @@ from ..compat.epochs import begin_step, make_resumable
 from ..errors import InputError
 from ..model.any_module import size_of
 from ..parallel import run_strategy
+from ..ranges import Folder, PositiveFloat, PositiveInt, Range, Seed, ShareBelowOne
 from . import auto
 from .batches.loader import COUNTED, Accumulations, Counted, StepLoader, TokensPerMicroBatch
 from .batches.rows import (
@@ -121,20 +122,20 @@ class PackedText(L.LightningDataModule):
 
     source: Source = StandardLibrary()
     tokenizer: TokenizerSpec = ByteBPE(vocab_size=2048)
-    seq_len: int = 256
-    global_batch_size: int | list[Phase] | Auto = 16
-    micro_batch_size: int = 8
-    validation_share: float = 0.02
-    test_share: float = 0.02
-    cache_dir: str = "data_cache"
+    seq_len: PositiveInt = 256
+    global_batch_size: PositiveInt | list[Phase] | Auto = 16
+    micro_batch_size: PositiveInt = 8
+    validation_share: ShareBelowOne = 0.02
+    test_share: ShareBelowOne = 0.02
+    cache_dir: Folder = "data_cache"
     check_source: bool = True
     cross_document_attention: bool = False
-    num_workers: int = 0
+    num_workers: Annotated[int, Range(ge=0, le=1024)] = 0
     repeat_first_batch: bool = False
-    seed: int = 0
+    seed: Seed = 0
     prompts: list[str] = field(default_factory=lambda: ["def", "import", "class"])
     balance: bool = False
-    rank_speeds: list[float] | Literal["measured"] | None = None
+    rank_speeds: list[PositiveFloat] | Literal["measured"] | None = None
 
     def __post_init__(self) -> None:
         super().__init__()

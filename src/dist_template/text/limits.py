@@ -1,5 +1,5 @@
-"""Checks the sizes and shares of a PackedText before anything is started; cli/ranges.py has the
-least value of each."""
+"""Checks the sizes and shares of a PackedText before anything is started; the type of each argument
+has its least value."""
 
 from typing import Any
 

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from ..model.metrics import SplitMeans
 from ..parallel import run_strategy
 from ..parallel.configured import NOT_READ_YET, Configured
 from ..parallel.place import in_full
+from ..ranges import PositiveInt, Range
 from . import auto
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
 from .model.causal_lm import checked_fields, freeze_untrained
@@ -46,10 +47,10 @@ class TextModule(WithObjective):
 
     def __init__(
         self,
-        loss_chunk: int | None = 4096,
+        loss_chunk: PositiveInt | None = 4096,
         adapter: AdapterConfig | None = None,
-        sample_tokens: int = 64,
-        sample_temperature: float = 0.8,
+        sample_tokens: Annotated[int, Range(ge=1, le=65_536)] = 64,
+        sample_temperature: Annotated[float, Range(ge=0, le=100)] = 0.8,
         **options: Any,
     ) -> None:
         super().__init__(**options)

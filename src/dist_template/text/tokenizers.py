@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import InputError, require
 from ..hub import check_reachable, why_not_loaded
 from ..project import Choice
+from ..ranges import PositiveInt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Fast
@@ -75,7 +76,7 @@ class ByteBPE(TokenizerSpec):
             least 257.
         train_mib: MiB of text to learn from, taken from the beginning of the train split."""
 
-    def __init__(self, vocab_size: int = 2048, train_mib: int = 256) -> None:
+    def __init__(self, vocab_size: int = 2048, train_mib: PositiveInt = 256) -> None:
         if vocab_size < 257:
             raise InputError(
                 f"data.tokenizer.vocab_size {vocab_size} is below 257: 256 bytes and the EOS token"

@@ -8,6 +8,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ...errors import require
+from ...ranges import Folder, PositiveInt
 from ...run_callback import RunLogger
 
 
@@ -26,7 +27,7 @@ class TensorBoard(RunLogger, TensorBoardLogger):
         save_dir: The run's folder.
         flush_secs: Seconds after which values are on the disk at the latest."""
 
-    def __init__(self, save_dir: str = "{run}", flush_secs: int = 10) -> None:
+    def __init__(self, save_dir: Folder = "{run}", flush_secs: PositiveInt = 10) -> None:
         require("tensorboard", "the logger TensorBoard")
         super().__init__(save_dir, "", "", default_hp_metric=False, flush_secs=flush_secs)
 

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from ...cluster.redaction import redacted_command
 from ...compat.lightning import has_wandb_run, wandb_options
 from ...errors import reason, require
+from ...ranges import Folder, Timeout
 from ...run_callback import RunLogger
 
 
@@ -40,15 +41,15 @@ class WandB(RunLogger, WandbLogger):
     def __init__(
         self,
         project: str,
-        save_dir: str = "{run}",
+        save_dir: Folder = "{run}",
         name: str | None = None,
         group: str | None = None,
         tags: list[str] | None = None,
         notes: str | None = None,
         offline: bool | None = None,
         alerts: bool = False,
-        init_timeout_s: float = 30.0,
-        finish_timeout_s: float = 20.0,
+        init_timeout_s: Timeout = 30.0,
+        finish_timeout_s: Timeout = 20.0,
     ) -> None:
         require("wandb", "the logger WandB")
         run_id = Path(save_dir).name

@@ -14,12 +14,13 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torch import nn
 
 from ...compat.transformers import wrappers_of_parameters
 from ...errors import InputError, check_least, reason, require
+from ...ranges import PositiveFloat, Range, ShareBelowOne
 from .head import head_of
 from .reward import HEAD, is_reward_model
 
@@ -58,9 +59,9 @@ class AdapterConfig:
             in 4 bits with double quantization (QLoRA); not under tensor parallelism. null: off."""
 
     targets: list[str] | Literal["all-linear"] = ALL_LINEAR
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
+    rank: Annotated[int, Range(ge=1, le=65_536)] = 8
+    alpha: PositiveFloat = 16.0
+    dropout: ShareBelowOne = 0.0
     rslora: bool = False
     dora: bool = False
     trainable: list[str] = field(default_factory=list)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...model.metrics import NOT_COUNTED
+from ...ranges import PositiveFloat, Share
 from ..model.causal_lm import causal_lm, causal_lm_config
 from ..model.head import ChunkedLoss, head_of, without_head
 from ..model.reward import refuse_reward_model
@@ -41,8 +42,8 @@ class DistillationConfig:
         temperature: Divides both models' logits; the divergence is multiplied by its square."""
 
     teacher: str
-    weight: float = 1.0
-    temperature: float = 1.0
+    weight: Share = 1.0
+    temperature: PositiveFloat = 1.0
 
 
 class Distillation(NextToken):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...by_tokens import ByTokens, check_phases
+from ...by_tokens import NonNegativeByTokens, check_phases
 from ...compat import replaced
 from ...model.any_module import value_now
 from ...model.metrics import NOT_COUNTED
@@ -48,7 +48,7 @@ class MtpConfig:
             10 T tokens, then 0.1 (arXiv:2412.19437, section 4.2). Or phases by consumed tokens.
     """
 
-    weight: ByTokens = 0.3
+    weight: NonNegativeByTokens = 0.3
 
     def __post_init__(self) -> None:
         check_phases(KEY, self.weight)

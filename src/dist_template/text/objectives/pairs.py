@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...parallel.configured import without_effect
+from ...ranges import NonNegativeFloat, PositiveFloat
 from ..batches.rows import PAIRS
 from .frozen import as_frozen, reshard
 from .objective import Batch, Measure, Objective, Source, Sums, source_kind
@@ -60,10 +61,10 @@ class PreferenceConfig:
             alike."""
 
     loss: Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward"] = "dpo"
-    beta: float = 0.1
-    margin: float = 0.5
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: PositiveFloat = 0.1
+    margin: NonNegativeFloat = 0.5
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
 
 
 class Pairs(Objective):

@@ -12,6 +12,7 @@ from ...callbacks.console import console_of, only_shows
 from ...errors import Ended, InputError
 from ...model.any_module import metrics_of, results_of
 from ...project import program
+from ...ranges import Folder, NonNegativeFloat
 from ...run_callback import RunCallback, loggers_of
 from ..history import History, read_run
 from .engine import diagnose
@@ -31,7 +32,9 @@ class Diagnosis(RunCallback):
         enabled: false: off; the verb `diagnose` works afterwards.
         folder: The run's folder."""
 
-    def __init__(self, every_s: float = 30.0, enabled: bool = True, folder: str = "{run}") -> None:
+    def __init__(
+        self, every_s: NonNegativeFloat = 30.0, enabled: bool = True, folder: Folder = "{run}"
+    ) -> None:
         self.every_s = every_s
         self.enabled = enabled
         self.folder = Path(folder)

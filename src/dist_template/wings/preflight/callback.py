@@ -21,6 +21,7 @@ from torch import Tensor
 from ...callbacks.console import only_shows
 from ...cluster.watchdog import WATCHDOG
 from ...errors import Ended, Exit, reason
+from ...ranges import Folder, PositiveFloat, Share
 from ...records import write_atomically
 from ...weights import from_all_ranks
 from .compare import FIGURES, FILE, slow
@@ -46,11 +47,11 @@ class Preflight(Callback):
         folder: Where `preflight.json` is written."""
 
     enabled: bool | None = None
-    least_share: float = 0.8
+    least_share: Share = 0.8
     refuse: bool = False
-    device_mtbf_h: float = DEVICE_MTBF_H
-    disk_gb_s: float = DISK_GB_S
-    folder: str = "{run}"
+    device_mtbf_h: PositiveFloat = DEVICE_MTBF_H
+    disk_gb_s: PositiveFloat = DISK_GB_S
+    folder: Folder = "{run}"
 
     @only_shows  # a failed measurement does not end training
     def setup(self, trainer: Any, pl_module: object, stage: str) -> None:

@@ -29,6 +29,7 @@ from ...checkpoint.manifest import STORE
 from ...cluster.watchdog import WATCHDOG
 from ...errors import Ended, Exit, InputError, reason
 from ...model.any_module import metrics_of
+from ...ranges import NonNegativeFloat, PositiveInt
 from ...run_callback import RunCallback
 from ...weights import broadcast, from_all_ranks
 from .hooks import DOWN_S, NEWEST, missed, text_here, time_of
@@ -58,8 +59,8 @@ class Store(RunCallback):
     def __init__(
         self,
         address: str | None = None,
-        keep: int = 2,
-        every_s: float = 60.0,
+        keep: PositiveInt = 2,
+        every_s: NonNegativeFloat = 60.0,
         folder: str = "{run}",
     ) -> None:
         self.address, self.keep, self.every_s, self.folder = address, keep, every_s, Path(folder)
