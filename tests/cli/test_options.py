@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,13 @@ from lightning.pytorch.strategies import Strategy
 
 from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
+from dist_template.cli.ranges import arguments_of
+from dist_template.compat.ranges import ARGUMENTS
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Source, TokenizerSpec
-from tests.support.library import RANGES, keys_of
+from tests.support.library import keys_of
 from tests.support.line import OURS
+from tests.support.ranges import accepts, numbers, ranges
 from tests.support.runs import logged, only_run, refused, run
 from tests.support.tiers import tiers
 
@@ -185,10 +187,11 @@ def test_one_command_starts_a_training_and_continues_it(
     assert "no checkpoint" in error, "what is damaged is no reason to start anew"
 
 
+RANGES = ranges()
+
 # Lightning checks these itself, and most of them take -1, "auto" or null besides.
 LIGHTNINGS = """max_epochs min_epochs max_steps min_steps max_time fast_dev_run overfit_batches
-limit_val_batches limit_test_batches limit_predict_batches plugins accumulate_grad_batches
-precision"""
+limit_val_batches limit_test_batches limit_predict_batches plugins precision"""
 # The classes check these.
 CHECKED = {f"trainer.strategy.{name}" for name in signature(MeshStrategy).parameters}
 CHECKED |= {"preemption.max_time", "data.source.weights", "data.source.schedule"}
@@ -197,45 +200,38 @@ CLASS_PATHS = {"data.source": Source, "data.tokenizer": TokenizerSpec}
 CLASS_PATHS |= {"trainer.strategy": Strategy, "trainer.logger": Logger}
 
 
-def numeric(hint: Any, key: str) -> Iterator[str]:
-    """Yields the keys of a type that take a number, in dataclasses, lists and unions of numbers."""
-    if hint in (int, float):
-        yield key
-    elif is_dataclass(hint):
-        hints = get_type_hints(hint)
-        for field in fields(hint):
-            if field.init:
-                yield from numeric(hints[field.name], f"{key}.{field.name}")
-    for one in get_args(hint):
-        yield from numeric(one, key)
-
-
-def below(kind: type) -> Iterator[type]:
+def below(kind: type, library: str = "dist_template") -> Iterator[type]:
     for one in kind.__subclasses__():
-        if one.__module__.startswith("dist_template.") and "__init__" in vars(one):
+        if one.__module__.startswith(f"{library}.") and "__init__" in vars(one):
             yield one
-        yield from below(one)
+        yield from below(one, library)
 
 
 def test_every_numeric_key_has_a_range_that_its_default_is_in(parser: Any) -> None:
-    """A number in a class of `class_path` is checked by that class."""
-    found: set[str] = set()
-    for action in keys_of(parser):
-        hint = getattr(action, "_typehint", None) or action.type
-        if hint is not None and not action.dest.endswith(".help"):
-            found |= {*numeric(hint, action.dest)}
-        default = action.default
-        for value in default if isinstance(default, tuple) else [default]:
-            if action.dest in RANGES and isinstance(value, int | float):
-                assert RANGES[action.dest][1] <= value <= RANGES[action.dest][2], action.dest
+    keys = {action.dest: action.default for action in keys_of(parser)}
+    # what is below a key is in a dataclass or a list
+    found = {key: checks for key, checks in RANGES.items() if ".".join(key.split(".")[:2]) in keys}
     for section, base in CLASS_PATHS.items():
         for kind in below(base):
-            for name, hint in get_type_hints(kind.__init__).items():
-                found |= {*numeric(hint, f"{section}.{name}")}
-    found -= CHECKED | {f"trainer.{name}" for name in LIGHTNINGS.split()}
-    of_torch = ("lr_scheduler.", "optimizer.")
-    assert found == {key for key in RANGES if not key.startswith(of_torch)}
-    assert all(math.isfinite(least) and math.isfinite(most) for _, least, most in RANGES.values())
+            for name, hint in arguments_of(kind).items():
+                if name in signature(kind).parameters:
+                    found |= dict(numbers(hint, f"{section}.{name}"))
+    lacking = {key for key, checks in found.items() if not checks}
+    lacking -= CHECKED | {f"trainer.{name}" for name in LIGHTNINGS.split()}
+    assert lacking == set()
+    assert len(found) > 80 and "model.optim.learning_rate.until" in found
+    for key, default in keys.items():
+        for value in default if isinstance(default, tuple | list) else [default]:
+            if isinstance(value, int | float):
+                assert accepts(RANGES.get(key, []), value), key
+
+
+def test_each_argument_of_another_library_that_has_a_range_exists() -> None:
+    for base, types in ARGUMENTS.items():
+        existing = {*arguments_of(base)}
+        for kind in below(base, base.__module__.partition(".")[0]):
+            existing |= {*arguments_of(kind)}
+        assert types.keys() <= existing, base
 
 
 LONGEST = 2_100  # characters of a sentence: a value that is longer is shown without its middle
@@ -248,10 +244,10 @@ TEXTS += ["%s{}{run}", "[", "!!int x", "-1"]
 NUMBERS = [0, -1, 1, 10**9, -(10**9), 10**30, 2**63, 1e300]
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(TEXTS)
-numbers = st.integers() | st.floats() | st.sampled_from(NUMBERS)
+drawn_numbers = st.integers() | st.floats() | st.sampled_from(NUMBERS)
 keys = texts | st.sampled_from(["class_path", "init_args"])
 values = st.recursive(
-    st.none() | st.booleans() | numbers | texts,
+    st.none() | st.booleans() | drawn_numbers | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
     max_leaves=4,
 )
@@ -322,7 +318,7 @@ def test_no_value_of_a_key_gives_a_traceback(
     @given(st.sampled_from([*sorted(names), *SECTIONS]), values, st.booleans())
     def drawn(key: str, value: Any, in_file: bool) -> None:
         sentence = outcome(key, value, in_file)
-        if key in RANGES and isinstance(value, int | float) and not isinstance(value, bool):
-            assert sentence or RANGES[key][1] <= value <= RANGES[key][2], (key, value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            assert sentence or accepts(RANGES.get(key, []), value), (key, value)
 
     drawn()

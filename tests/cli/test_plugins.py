@@ -16,9 +16,10 @@ from dist_template.cli.fit import is_logger
 from dist_template.cli.verbs import verbs
 from dist_template.parallel import answers, estimates
 from dist_template.parallel.run_strategy import is_strategy
+from dist_template.ranges import Range, checks_of
 from tests.support.extras import write_metadata
 from tests.support.line import command
-from tests.support.runs import only_run, run
+from tests.support.runs import only_run, refused, run
 from tests.support.wings import engine
 
 
@@ -159,6 +160,72 @@ def line_of(package: str, printed: str) -> str:
     lines = [line for line in lines if re.match(rf"(error: )?(.* package )?{package}[: ]", line)]
     assert len(lines) == 1, (package, printed)
     return lines[0]
+
+
+HEARTBEAT = """
+from __future__ import annotations
+from typing import Annotated
+from annotated_types import Ge, Interval
+from lightning.pytorch import Callback
+from dist_template.ranges import Folder, PositiveInt, Range
+
+
+class Base(Callback):
+    def __init__(self, share: Annotated[float, Range(ge=0, lt=1)] = 0.5):
+        self.share = share
+
+
+class Heartbeat(Base):
+    def __init__(
+        self,
+        beats: PositiveInt | None = None,
+        ports: list[Annotated[int, Interval(ge=1, le=9)]] = [1],
+        times: Annotated[int, Ge(1)] = 2,
+        folder: Folder = "x",
+        **options: object,
+    ) -> None:
+        super().__init__(**options)
+"""
+REFUSED = {  # flags: what is said
+    "--heartbeat.beats=0": "heartbeat.beats is 0; give 1 or more",
+    "--heartbeat.share=1": "heartbeat.share is 1.0; give 0 or more, below 1",
+    "--heartbeat.share=.nan": "heartbeat.share is nan; give 0 or more, below 1",
+    "--heartbeat.times=0": "heartbeat.times is 0; give 1 or more",
+    "--heartbeat.times=x": "heartbeat.times is 'x': expected an integer",
+    "--heartbeat.ports=[3,12]": "heartbeat.ports is 12; give 1 to 9",
+    "--heartbeat.folder=": "heartbeat.folder is ''; give a folder",
+}
+
+
+@pytest.mark.parametrize("is_postponed", [True, False])
+def test_ranges_of_a_packages_callback_are_checked(
+    is_postponed: bool, site: Path, flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    """Of annotated_types, too: jsonargparse gives them to pydantic unless they are postponed."""
+    source = HEARTBEAT if is_postponed else HEARTBEAT.replace("from __future__", "# from")
+    value = "{module}:Heartbeat"
+    install(site, "heartbeat", Hostile("callbacks", source, "", value=value))
+    for flag, said in REFUSED.items():
+        key, _, text = flag[2:].partition("=")
+        section, _, name = key.partition(".")
+        (tmp_path / "wrong.yaml").write_text(f"{section}: {{{name}: {text or repr(text)}}}")
+        for given in (flag, f"--config={tmp_path}/wrong.yaml"):
+            error = refused("fit", [*flags, given], capfd)
+            if not is_postponed and name == "times":
+                said = said.replace("is 'x': expected", "is x; give")
+            if not is_postponed and name == "ports":
+                assert "heartbeat.ports" in error and "9" in error
+            else:
+                assert said in error
+
+
+def test_bounds_of_annotated_types_are_a_range() -> None:
+    annotated_types = pytest.importorskip("annotated_types")
+    metadata = [annotated_types.Gt(0), annotated_types.Le(9), "no bound"]
+    (found,) = checks_of(metadata)
+    assert isinstance(found, Range)
+    assert [found.accepts(value) for value in (0, 1, 9, 10)] == [False, True, True, False]
+    assert str(found) == "more than 0, 9 or less" and checks_of(["text"]) == []
 
 
 @pytest.mark.slow

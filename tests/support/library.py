@@ -13,7 +13,6 @@ from dist_template.checkpoint.optimizer import by_name
 from dist_template.checkpoint.stored import flat_range
 from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.cli.limits import Machine, violations
-from dist_template.cli.ranges import RANGES
 from dist_template.cluster import environment, run_lock
 from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.rendezvous import Rendezvous

@@ -51,6 +51,7 @@ from .parser import (
     as_launched,
     inherit_rates,
     missing_requirement,
+    refuse_misread,
     typed_keys,
 )
 from .run import RunConfig, check_checkpoint, check_writable, choose_run, write_predictions
@@ -132,11 +133,12 @@ class CLI(OpenCLI):
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_class_arguments(RunConfig, "run")
-        parser.add_class_arguments(Site, "cluster")
+        self._sections: dict[str, type] = {"trainer": L.Trainer, "run": RunConfig, "cluster": Site}
+        for key in ("run", "cluster"):
+            parser.add_class_arguments(self._sections[key], key)
         for key, plugin in always_on().items():
             try:
-                add_callback(parser, key, plugin)
+                self._sections[key] = add_callback(parser, key, plugin)
             except PluginError as error:
                 note(f"{error}; the run has no {key}")
         add_optimization(parser)
@@ -152,7 +154,8 @@ class CLI(OpenCLI):
             config = config[self._verb]
         self._typed = typed_keys(args)
         strategy_names.check(config.trainer.get("strategy"))
-        ranges.check(config, model=self.model_class, data=self.datamodule_class)
+        self._check_ranges(config)
+        refuse_misread(args, config)
         if config.get("optimizer"):
             given = parser.parse_args(args, defaults=False)  # without the default learning rate
             inherit_rates(config, given[self._verb] if self._verb else given)
@@ -184,7 +187,11 @@ class CLI(OpenCLI):
     def _check_configuration(self) -> None:
         """Raises if the configuration has values of other types than its keys."""
         self.parser.validate(self.config)
-        ranges.check(self.unfilled, model=self.model_class, data=self.datamodule_class)
+        self._check_ranges(self.unfilled)
+
+    def _check_ranges(self, settings: Any) -> None:
+        classes: dict[str, Any] = {"model": self.model_class, "data": self.datamodule_class}
+        ranges.check(settings, self._sections | classes)
 
     # ---- the objects -------------------------------------------------------------------------
 

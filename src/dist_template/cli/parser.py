@@ -4,7 +4,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from pydoc import locate
 from typing import Any, NoReturn
@@ -28,7 +28,6 @@ from ..foreign import MOST_BYTES
 from ..plugins import Plugin, PluginError, contained, note
 from ..project import Choice, program
 from . import config_file, strategy_names
-from .ranges import RANGES
 
 __all__ = ["one_sentence"]
 
@@ -150,17 +149,8 @@ class Parser(LightningArgumentParser):
 
     def _refuse_devices(self, words: list[str]) -> None:
         """Refuses a value that jsonargparse would read as a file of keys for good, or into all
-        memory: a pipe, a device, a huge file in place of a section; and a number that it would read
-        as another."""
-        flag = ""
-        for word in words:
-            name, has_value, value = word.partition("=")
-            if not word.startswith("--"):
-                name, value = flag, word
-            flag = name if not has_value else ""
-            key = name.removeprefix("--")
-            if key in NUMBERS and (found := config_file.misread(value)):
-                raise InputError(f"{name} is {found}")
+        memory: a pipe, a device, a huge file in place of a section."""
+        for name, value in flag_values(words):
             try:
                 state = os.stat(value)
             except (OSError, ValueError):  # no file, as most values
@@ -195,10 +185,6 @@ class Parser(LightningArgumentParser):
         sys.exit(2)
 
 
-# Keys of numbers; a time has colons.
-NUMBERS = {*RANGES, "trainer.max_steps", "trainer.min_steps", "trainer.max_epochs"}
-NUMBERS |= {"trainer.min_epochs", "trainer.accumulate_grad_batches", "trainer.limit_val_batches"}
-NUMBERS -= {"cluster.time_limit"}
 # Arguments of TextModule and PackedText that configurations of language models set.
 OF_TEXT = """
     architecture pretrained attention optim blocks balance mtp adapter preference loss_chunk source
@@ -227,6 +213,8 @@ def one_sentence(text: str, keys: set[str]) -> str:
         return f"{argument[1]} is not an argument of the class that it is given to"
     if lacking := re.fullmatch(r"the following arguments are required: (.+)", text):
         return f"{lacking[1]} is missing: it has no default"
+    if bound := _of_annotated_types(text):
+        return bound
     kind = r"Expected a <class '(\w+)'>"
     text = re.sub(kind, lambda match: f"expected {TYPES.get(match[1], match[1])}", text)
     text = re.sub(r"Expected a typing\.Literal\[([^\]]*)\]", r"expected one of \1", text)
@@ -252,6 +240,32 @@ def one_sentence(text: str, keys: set[str]) -> str:
     if at and value:
         return f"{at}{value[2]} is not possible: {', '.join(dict.fromkeys(value[1].split(' - ')))}"
     return text
+
+
+# What pydantic says a value should be, and how cli/ranges.py says it.
+BOUNDS = {
+    r"greater than or equal to (\S+)": r"\1 or more",
+    r"greater than (\S+)": r"more than \1",
+    r"less than or equal to (\S+)": r"\1 or less",
+    r"less than (\S+)": r"below \1",
+    r"a valid integer.*": "an integer",
+    r"a valid number.*": "a number",
+}
+
+
+def _of_annotated_types(text: str) -> str:
+    """Returns the sentence for metadata of the package annotated_types, which jsonargparse gives to
+    pydantic if that is installed; "" for another message."""
+    message = r'Parser key "([\w.]+)":.*? Input should be (.+?) \[type=.*(?:Got|Given) value: (.+)'
+    found = re.search(message, text)
+    if found is None:
+        return ""
+    key, allowed, value = found.groups()
+    for words, replacement in BOUNDS.items():
+        if re.fullmatch(words, allowed):
+            allowed = re.sub(words, replacement, allowed)
+            break
+    return f"{key} is {value}; give {allowed}"
 
 
 def _of_given_class(text: str) -> str:
@@ -402,9 +416,10 @@ def _empty(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _empty(value, f"{prefix}{name}.")
 
 
-def add_callback(parser: LightningArgumentParser, key: str, plugin: Plugin) -> None:
-    """Adds the arguments of a callback of every run. Raises PluginError if another package's cannot
-    be configured; one whose constructor fails later is replaced by a callback that does nothing."""
+def add_callback(parser: LightningArgumentParser, key: str, plugin: Plugin) -> type:
+    """Adds the arguments of a callback of every run, and returns its class. Raises PluginError if
+    another package's cannot be configured; one whose constructor fails later is replaced by a
+    callback that does nothing."""
     kind = plugin.load()
     if not plugin.is_ours:
         with contained(plugin, "cannot be configured"):
@@ -425,6 +440,7 @@ def add_callback(parser: LightningArgumentParser, key: str, plugin: Plugin) -> N
                 values[key] = Callback()
 
         wrap_instantiation(parser, key, guarded)
+    return kind
 
 
 def as_launched(settings: Namespace) -> None:
@@ -452,6 +468,35 @@ def typed_keys(words: Any) -> frozenset[str]:
     """Returns the keys that are flags of a command line, in whichever form."""
     flags = (word for word in words or () if isinstance(word, str) and word.startswith("--"))
     return frozenset(flag[2:].partition("=")[0].replace(".init_args.", ".") for flag in flags)
+
+
+def flag_values(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields each flag of a command line and its value, also a value without a flag."""
+    flag = ""
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if not word.startswith("--"):
+            name, value = flag, word
+        flag = "" if has_value else name
+        yield name, value
+
+
+def refuse_misread(words: Any, settings: Namespace) -> None:
+    """Raises InputError for a flag whose text YAML has read as another number: 010 is 8. Texts and
+    times keep what is written."""
+    for flag, text in flag_values(word for word in words or () if isinstance(word, str)):
+        found = config_file.misread(text)
+        if found and isinstance(_value_of(flag.removeprefix("--"), settings), int | float):
+            raise InputError(f"{flag} is {found}")
+
+
+def _value_of(key: str, settings: Any) -> Any:
+    """Returns the value of a dotted key, without the init_args of a class; None: there is none."""
+    for name in key.split("."):
+        if isinstance(settings, Namespace) and "init_args" in settings and name != "init_args":
+            settings = settings.init_args
+        settings = settings.get(name) if isinstance(settings, Namespace | dict) else None
+    return settings
 
 
 def inherit_rates(settings: Namespace, given: Namespace) -> None:
