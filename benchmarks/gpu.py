@@ -35,8 +35,8 @@ from trainer_dev.module import LanguageModule
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.errors import InputError
 from dist_template.model.flops import Size, peak
-from dist_template.parallel.estimates import estimate_of
-from dist_template.parallel.estimates.candidates import Candidate
+from dist_template.parallel.spec.candidates import Candidate
+from dist_template.parallel.spec.estimates import estimate_of
 from dist_template.text.batches.rows import PackedRows
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from dist_template import weights
 from dist_template.callbacks.global_order import GlobalOrder
 from dist_template.callbacks.random_state import RandomState
-from dist_template.checkpoint import commit, planning
+from dist_template.checkpoint import commit
 from dist_template.checkpoint.untrusted import DataReader
 from dist_template.cluster import watchdog
 from dist_template.cluster.fingerprint import SameEnvironment
@@ -39,6 +39,7 @@ from dist_template.errors import Ended
 from dist_template.model.metrics import MetricBuffer
 from dist_template.parallel import scatter
 from dist_template.parallel.blocks import find_blocks
+from dist_template.parallel.mesh import planning
 from dist_template.parallel.starting import start_of
 from dist_template.wings.launch import nodes
 from dist_template.wings.values import free_port

@@ -13,7 +13,7 @@ from .parallel.run_strategy import is_strategy
 from .plugins import loaded
 
 if TYPE_CHECKING:
-    from .parallel.mesh import MeshStrategy
+    from .parallel.mesh.strategy import MeshStrategy
 
 __all__ = ["MeshStrategy", "ZeroStrategy"]  # noqa: F822  (by __getattr__)
 

@@ -140,7 +140,7 @@ REPLICAS, SHARDS = 3, 4
 
 
 def test_one_replica_plans_each_shard_and_a_next_save_sends_no_plan() -> None:
-    from dist_template.checkpoint import planning
+    from dist_template.parallel.mesh import planning
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=REPLICAS * SHARDS)
     try:

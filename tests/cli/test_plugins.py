@@ -14,8 +14,9 @@ from dist_template import InputError, hooks, plugins
 from dist_template.checkpoint import formats, protocol
 from dist_template.cli.fit import is_logger
 from dist_template.cli.verbs import verbs
-from dist_template.parallel import answers, estimates
+from dist_template.parallel import spec as answers
 from dist_template.parallel.run_strategy import is_strategy
+from dist_template.parallel.spec import estimates
 from dist_template.ranges import Range, checks_of
 from tests.support.extras import write_metadata
 from tests.support.line import command

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from dist_template import InputError
-from dist_template.parallel import deepspeed_check, deepspeed_config
-from dist_template.parallel.zero import ZeroStrategy
+from dist_template.parallel.zero import check as deepspeed_check
+from dist_template.parallel.zero import json as deepspeed_config
+from dist_template.parallel.zero.strategy import ZeroStrategy
 from tests.support.runs import refused, run
 from tests.support.tiers import tiers
 

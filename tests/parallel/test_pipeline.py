@@ -12,9 +12,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from dist_template import InputError
-from dist_template.parallel.pipeline import partition
-from dist_template.parallel.pipeline.division import BlockProxy, Division, StagePass
-from dist_template.parallel.pipeline.stages import (
+from dist_template.parallel.mesh.pipeline import partition
+from dist_template.parallel.mesh.pipeline.division import BlockProxy, Division, StagePass
+from dist_template.parallel.mesh.pipeline.stages import (
     needed_micro_batches,
     stage_facts,
     stages_of_rank,

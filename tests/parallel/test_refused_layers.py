@@ -9,9 +9,9 @@ from torch import nn
 
 from dist_template.errors import InputError
 from dist_template.layout import refuse_lazy, refuse_mixed, refuse_unshardable, total_norm
-from dist_template.parallel.answers.zero import Zero
 from dist_template.parallel.configured import Configured, Hardware
 from dist_template.parallel.own_code import code_of
+from dist_template.parallel.zero.spec import Zero
 
 
 class Holder(nn.Module):

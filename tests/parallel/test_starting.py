@@ -12,8 +12,9 @@ from torch.nn.init import orthogonal_, trunc_normal_
 
 from dist_template.compat.torch import drop_weak_references
 from dist_template.errors import InputError
-from dist_template.parallel import scatter, starting, zero
+from dist_template.parallel import scatter, starting
 from dist_template.parallel.place import in_full
+from dist_template.parallel.zero import strategy as zero
 from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
 from zoo.models import VOCABULARY, configured, variants
 

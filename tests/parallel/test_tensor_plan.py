@@ -10,11 +10,11 @@ from transformers import AutoConfig
 from dist_template import InputError
 from dist_template.cli.limits import Machine
 from dist_template.compat.transformers import reason_against_sequence_shards
-from dist_template.parallel import mesh_sizes
-from dist_template.parallel.estimates import estimate_of
-from dist_template.parallel.estimates.facts import Facts, Sent
-from dist_template.parallel.shard import STYLE, complete_plan
+from dist_template.parallel.mesh import sizes as mesh_sizes
+from dist_template.parallel.mesh.shard import STYLE, complete_plan
 from dist_template.parallel.shrunk import shrunk
+from dist_template.parallel.spec.estimates import estimate_of
+from dist_template.parallel.spec.facts import Facts, Sent
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Preferences
 from tests.support.limits import violations_of

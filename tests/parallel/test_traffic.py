@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_template.callbacks import Preemption
-from dist_template.parallel.estimates import estimate_of
-from dist_template.parallel.estimates.facts import Sent
+from dist_template.parallel.spec.estimates import estimate_of
+from dist_template.parallel.spec.facts import Sent
 from dist_template.text.model.facts import facts_of
 from tests.support.modules import on_meta
 from tests.support.runs import Workers, run

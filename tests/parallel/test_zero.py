@@ -19,7 +19,7 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import InputError, Project
 from dist_template.cli.limits.machine import Setup
-from dist_template.parallel import deepspeed_config
+from dist_template.parallel.zero import json as deepspeed_config
 from dist_template.strategies import ZeroStrategy
 from tests.support import parity
 from tests.support.adapters import TARGETS, flags, with_random_b

@@ -7,11 +7,10 @@ from typing import Any
 from dist_template import weights
 from dist_template.callbacks import global_order, numerics, preemption
 from dist_template.callbacks.training_log import logs
-from dist_template.checkpoint import commit, formats, manifest, sharded
+from dist_template.checkpoint import commit, formats, manifest
 from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.optimizer import by_name
 from dist_template.checkpoint.stored import flat_range
-from dist_template.checkpoint.zero import ZeroFormat
 from dist_template.cli.limits import Machine, violations
 from dist_template.cluster import environment, run_lock
 from dist_template.cluster.fingerprint import SameEnvironment
@@ -22,10 +21,12 @@ from dist_template.layout import total_norm
 from dist_template.model import optim, proof, training_module
 from dist_template.model.balance import Balancer
 from dist_template.model.metrics import MetricBuffer
+from dist_template.model.owners import Owners
 from dist_template.observe.history.run import RunFile, read_lines
-from dist_template.parallel.owners import Owners
-from dist_template.parallel.pipeline.schedule import SCHEDULES
-from dist_template.parallel.sequence import shard_batch
+from dist_template.parallel.mesh import format as sharded
+from dist_template.parallel.mesh.pipeline.schedule import SCHEDULES
+from dist_template.parallel.mesh.sequence import shard_batch
+from dist_template.parallel.zero.format import ZeroFormat
 from dist_template.text.batches.rows import NOT_COUNTED, PackedRows, Rows
 from dist_template.text.model import mtp, safetensors_files
 from dist_template.text.model.head import ChunkedLoss

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_template.parallel import mesh, mesh_ranks
+from dist_template.parallel.mesh import ranks as mesh_ranks
+from dist_template.parallel.mesh import strategy as mesh
 from tests.support.library import proof, shard_batch
 from tests.support.tiers import NIGHTLY
 from zoo import cases as zoo
@@ -120,9 +121,9 @@ def test_what_was_not_tried_again_stays() -> None:
 
 SAMPLE = 24  # rows: two minutes
 TOUCHES = {  # a change of these files: the arms whose rows are all tried again
-    "parallel/pipeline/": ["pp", "pp_fsdp2", "pp_ep"],
-    "parallel/sequence.py": ["cp"],
-    "parallel/shard.py": ["tp"],
+    "parallel/mesh/pipeline/": ["pp", "pp_fsdp2", "pp_ep"],
+    "parallel/mesh/sequence.py": ["cp"],
+    "parallel/mesh/shard.py": ["tp"],
     "compat/parallel_styles.py": ["tp", *OF_LORA],
     "parallel/zero": ["zero2", "zero3"],
     "compat/deepspeed.py": ["zero2", "zero3"],
@@ -148,7 +149,7 @@ def due(today: datetime.date, changed: str) -> list[tuple[str, str, str]]:
 def test_what_is_tried_again_depends_on_the_day_and_on_what_changed() -> None:
     monday, tuesday = datetime.date(2026, 11, 23), datetime.date(2026, 11, 24)
     assert len(due(monday, "")) == SAMPLE and due(monday, "") == due(monday, "") != due(tuesday, "")
-    more = {*due(monday, "src/dist_template/parallel/sequence.py")} - {*due(monday, "")}
+    more = {*due(monday, "src/dist_template/parallel/mesh/sequence.py")} - {*due(monday, "")}
     assert {arm for *_, arm in more} == {"cp"}
 
 

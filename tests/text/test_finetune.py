@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from dist_template import AdapterConfig, InputError
 from dist_template.model.flops import Size
-from dist_template.parallel.shard import refuse_adapters
+from dist_template.parallel.mesh.shard import refuse_adapters
 from dist_template.strategies import MeshStrategy
 from dist_template.text import causal_lm, causal_lm_config
 from dist_template.text.model import adapters

@@ -13,9 +13,9 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import OptimConfig
 from dist_template.cli.limits.machine import Machine as Described
-from dist_template.parallel.estimates import estimate_of
-from dist_template.parallel.estimates.candidates import Candidate
-from dist_template.parallel.estimates.facts import STATE
+from dist_template.parallel.spec.candidates import Candidate
+from dist_template.parallel.spec.estimates import estimate_of
+from dist_template.parallel.spec.facts import STATE
 from dist_template.text.objectives.mtp import MtpConfig
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner

@@ -1,7 +1,7 @@
 """Interface of a checkpoint format: how it reads, writes, copies and loads checkpoints.
 
-formats.py (one file), sharded.py and zero.py have the three. Formats know strategies; no strategy
-imports a format: entry points name one for its class."""
+formats.py has the one of a single file; a strategy with a format of its own has it beside it, and
+does not import it: entry points name one for its class."""
 
 from __future__ import annotations
 

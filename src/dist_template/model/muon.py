@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..compat.torch import orthogonalized, update_scale
 from ..layout import local_shard
-from ..parallel.owners import Owners
 from .optim import mixed
+from .owners import Owners
 
 SCALE = "match_rms_adamw"  # torch's name of Moonlight's; `original` is Keller Jordan's
 

@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..parallel.answers import sharding_of
+from ..parallel.spec import sharding_of
 from ..records import read_mapping, write_atomically
 from .training_module import NOT_DECISIVE
 

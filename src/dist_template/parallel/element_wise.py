@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..compat.lightning import torch_optimizer
 from ..errors import reason
-from .answers.zero import ELEMENTWISE
+from .zero.spec import ELEMENTWISE
 
 SHAPES = {1: (7,), 2: (3, 4), 3: (2, 3, 2), 4: (2, 3, 2, 2), 5: (3, 2, 2, 1, 2)}
 STEPS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from .pipeline.stages import StageFacts
+from .mesh.pipeline.stages import StageFacts
 
 if TYPE_CHECKING:
     import torch.distributed as dist

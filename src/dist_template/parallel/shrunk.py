@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Any
 
-from .answers import sharding_of
-from .answers.mesh import Mesh
-from .mesh_sizes import AXES, Size, data_parallel_size, given_size, sizes_of
-from .pipeline.stages import stages_per_rank
+from .mesh.pipeline.stages import stages_per_rank
+from .mesh.sizes import AXES, Size, data_parallel_size, given_size, sizes_of
+from .mesh.spec import Mesh
+from .spec import sharding_of
 
 __all__ = ["shrunk"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist_template.parallel.estimates.facts import STATE
+from dist_template.parallel.spec.facts import STATE
 from dist_template.wings.diagnose import Change, Finding, History, read_run
 from dist_template.wings.diagnose.memory import figures_of
 from dist_template.wings.diagnose.remedies import memory_use, remedies

@@ -1,6 +1,6 @@
 """Finds combinations of settings that cannot work, before any process starts, in one sentence each.
 
-A strategy refuses by itself (`refusals` of its class in `parallel.answers`); here is the rest.
+A strategy refuses by itself (`refusals` of its class in `parallel.spec`); here is the rest.
 It refuses what fails, not what is slow, such as tensor parallelism across nodes. Each check is a
 function of plain values, so that a laptop can check the configuration of eight nodes with 8 GPUs.
 
@@ -22,8 +22,8 @@ from typing import Any
 import lightning as L
 
 from ...by_tokens import AUTO
-from ...parallel.answers import sharding_of
 from ...parallel.configured import NOT_READ_YET
+from ...parallel.spec import sharding_of
 from . import options, proven, training, unread
 from .machine import Machine, Setup
 

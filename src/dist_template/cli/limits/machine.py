@@ -12,9 +12,9 @@ import torch
 from ...errors import InputError, reason
 from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
-from ...parallel.answers import sharding_of
-from ...parallel.answers.plain import Plain
 from ...parallel.configured import Configured, Hardware
+from ...parallel.spec import sharding_of
+from ...parallel.spec.plain import Plain
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 

@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from ...compat.lightning import logs_graph
 from ...model.any_module import owns_order
 from ...model.optim import OptimConfig
-from ...parallel.answers.mesh import Mesh
-from ...parallel.answers.zero import Zero
 from ...parallel.configured import without_effect
+from ...parallel.mesh.spec import Mesh
+from ...parallel.zero.spec import Zero
 from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...model.flops import Size, find_experts, text_config
 from ...parallel.blocks import find_blocks
-from ...parallel.estimates.facts import Facts
+from ...parallel.spec.facts import Facts
 from .head import head_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from ...by_tokens import NonNegativeByTokens, check_phases
 from ...compat import replaced
 from ...model.any_module import value_now
 from ...model.metrics import NOT_COUNTED
-from ...parallel.sequence import WHOLE
+from ...parallel.mesh.sequence import WHOLE
 from ..model.causal_lm import read_modules
 from ..model.head import ChunkedLoss, without_head
 from ..model.mtp import NAME, Predictor, add_modules

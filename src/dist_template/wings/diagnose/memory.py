@@ -5,13 +5,13 @@
 2  The run's strategy turns these figures into bytes of parameters, gradients, optimizer state,
    activations and logits (`parts_of`).
 
-`parallel/estimates/` has the formulas; tests/wings/diagnose/test_diagnosis_faults.py compares them
+`parallel/spec/` has the formulas; tests/wings/diagnose/test_diagnosis_faults.py compares them
 with tensors."""
 
 from typing import Any
 
-from ...parallel.estimates import Estimate, estimate_of
-from ...parallel.estimates.facts import Facts
+from ...parallel.spec.estimates import Estimate, estimate_of
+from ...parallel.spec.facts import Facts
 from ..history import History
 from ..values import GIB
 from .expected import highest

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...parallel.estimates.facts import Saving
+from ...parallel.spec.facts import Saving
 from ..history import History
 from ..values import GIB
 from .finding import Cause, Change

@@ -4,8 +4,8 @@ activations; tests/wings/test_plan.py compares them with trainings."""
 from dataclasses import dataclass
 from typing import Any
 
-from ...parallel.estimates.candidates import Candidate
-from ...parallel.estimates.facts import Facts
+from ...parallel.spec.candidates import Candidate
+from ...parallel.spec.facts import Facts
 
 FULL = 0.95  # of the device memory: the rest is needed for fragmentation and a longer batch
 FRAGMENTATION = 0.1  # of activations, logits and buffers

@@ -7,7 +7,7 @@ from typing import Any
 from ...cli.limits import Machine as Described
 from ...cli.limits import refusal_of_strategy
 from ...errors import InputError, reason
-from ...parallel.estimates.candidates import Candidate
+from ...parallel.spec.candidates import Candidate
 from .estimate import RECOMPUTED, Machine, Planned
 from .trace import Traced
 

@@ -34,7 +34,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
     from ...model.proof import remember
-    from ...parallel.estimates import estimate_of
+    from ...parallel.spec.estimates import estimate_of
     from .checks import run_checks
     from .report import Report, Result
     from .runs import RunFailed

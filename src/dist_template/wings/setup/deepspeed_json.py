@@ -77,7 +77,7 @@ def _resolved(flags: list[str], project: Project) -> dict[str, Any]:
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine, violations
     from ...parallel.configured import Configured
-    from ...parallel.deepspeed_config import json_of
+    from ...parallel.zero.json import json_of
 
     cli = WithoutTrainer.of(["config", *flags], project)
     trainer = {**cli.config_init.trainer}

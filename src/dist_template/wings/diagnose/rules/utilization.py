@@ -6,8 +6,8 @@ collective of NCCL runs one, so a slow rank shows in `gpu/utilization_min` alone
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....parallel.estimates import Estimate, estimate_of
-from ....parallel.estimates.facts import Facts, Sent
+from ....parallel.spec.estimates import Estimate, estimate_of
+from ....parallel.spec.facts import Facts, Sent
 from ...history import History
 from .. import expected, robust
 from ..finding import Cause, Change, Finding

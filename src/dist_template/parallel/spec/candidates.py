@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from . import estimate_of
-from .plain import Estimate
+from .base import Estimate
+from .estimates import estimate_of
 
 __all__ = ["Candidate"]
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Self
 from ...by_tokens import divisor_of, values_of
 from ...errors import InputError
 from ..configured import ARGS, NOT_READ_YET, Configured
-from ..mesh_sizes import AXES, Axis, MeshSizes, data_parallel_size, sizes_of
 from ..own_code import code_of
-from ..pipeline.stages import (
+from ..spec.plain import Plain, measured_refusal, selective_refusal
+from .pipeline.stages import (
     ONE_STAGE,
     SPLIT_BACKWARD,
     Layers,
@@ -19,7 +19,7 @@ from ..pipeline.stages import (
     stages_per_rank,
     wrong_layers,
 )
-from .plain import Plain, measured_refusal, selective_refusal
+from .sizes import AXES, Axis, MeshSizes, data_parallel_size, sizes_of
 
 QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # whose columns are heads
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")

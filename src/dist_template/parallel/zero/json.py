@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..by_tokens import batch_at
-from ..errors import InputError, reason
-from ..records import flatten, read_text
-from .configured import Configured, overrides
-from .deepspeed_check import normalized
+from ...by_tokens import batch_at
+from ...errors import InputError, reason
+from ...records import flatten, read_text
+from ..configured import Configured, overrides
+from .check import normalized
 
 __all__ = ["json_of"]
 

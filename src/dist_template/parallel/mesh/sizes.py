@@ -4,14 +4,14 @@
     experts             (pp, dp_replicate, efsdp, ep),  efsdp = fsdp x tp / ep
     sequences           cp neighbours along fsdp share each sequence
 
-answers/mesh.py has the refusals of these axes, estimates/mesh.py their memory and messages. An axis
+spec.py has the refusals of these axes, estimate.py their memory and messages. An axis
 of another package is one class with all of it, which the package appends to `AXES`."""
 
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, Literal
 
-from ..errors import InputError
+from ...errors import InputError
 
 Size = int | Literal["auto"]
 Arguments = Mapping[str, Any]  # of MeshStrategy, with the sizes by `Axis.key`

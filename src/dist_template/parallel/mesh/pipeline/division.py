@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...compat import wrap_method
-from ...errors import InputError
+from ....compat import wrap_method
+from ....errors import InputError
 from .partition import ModelParts
 
 PLAIN = (bool, int, float, str, type(None))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..pipeline.stages import StageFacts
+from ..mesh.pipeline.stages import StageFacts
 
 __all__ = ["Facts", "Saving", "Sent"]
 

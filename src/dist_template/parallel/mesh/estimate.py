@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ..answers.mesh import Mesh
 from ..configured import ARGS
-from ..mesh_sizes import MeshSizes
-from ..pipeline.stages import SPLIT_BACKWARD, V_SHAPED, StageFacts, needed_micro_batches
-from .facts import STATE, BlockRun, Facts, Saving, Sent
-from .plain import SLOWER, Estimate
+from ..spec.base import SLOWER, Estimate
+from ..spec.facts import STATE, BlockRun, Facts, Saving, Sent
+from .pipeline.stages import SPLIT_BACKWARD, V_SHAPED, StageFacts, needed_micro_batches
+from .sizes import MeshSizes
+from .spec import Mesh
 
 
 class Stages(NamedTuple):
@@ -32,7 +32,7 @@ class MeshEstimate(Mesh, Estimate):
     def stage_facts(self, model: Any, world_size: int) -> StageFacts | None:
         if (pp := self.sizes(world_size).pp) == 1:
             return None
-        from ..pipeline.partition import facts_of
+        from .pipeline.partition import facts_of
 
         return facts_of(model, pp, self.pp_schedule, self.pp_stages_per_rank, self.pp_layers)
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..answers.zero import BUCKET, Zero
 from ..configured import ARGS
-from .facts import BlockRun, Facts, Saving, Sent
-from .plain import ADAMW_BYTES, SLOWER, Estimate
+from ..spec.base import ADAMW_BYTES, SLOWER, Estimate
+from ..spec.facts import BlockRun, Facts, Saving, Sent
+from .spec import BUCKET, Zero
 
 LIVE_PARAMETERS = 10**9  # stage3_max_live_parameters of DeepSpeed: what ZeRO-3 gathers at most
 

@@ -29,22 +29,22 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from ..checkpoint.protocol import FLAT
-from ..compat.lightning import set_configure_model, torch_optimizer
-from ..errors import InputError
-from ..layout import refuse_unshardable
-from . import scatter
-from .configured import overrides
-from .element_wise import is_known, why_not_on_shards
-from .mesh_ranks import MeshRanks
-from .mesh_sizes import AXES, ReplicaAxis, Size, TensorAxis
-from .own_code import code_of
+from ...checkpoint.protocol import FLAT
+from ...compat.lightning import set_configure_model, torch_optimizer
+from ...errors import InputError
+from ...layout import refuse_unshardable
+from .. import scatter
+from ..configured import overrides
+from ..element_wise import is_known, why_not_on_shards
+from ..own_code import code_of
+from ..starting import Start
 from .pipeline.division import Division
 from .pipeline.partition import facts_of
 from .pipeline.run import Pipeline
 from .pipeline.stages import Layers, Schedule, bounds_between
+from .ranks import MeshRanks
 from .shard import complete_plan, shard_by_blocks, shard_by_plan, shard_module
-from .starting import Start
+from .sizes import AXES, ReplicaAxis, Size, TensorAxis
 
 State = dict[str, Any]  # of a module, an optimizer or a training
 

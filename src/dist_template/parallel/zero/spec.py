@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ...errors import InputError, require
-from .. import deepspeed_check
 from ..configured import ARGS, Configured, overrides
-from ..deepspeed_config import KEY, read, resolve
 from ..own_code import code_of
-from .plain import Plain, measured_refusal, selective_refusal
+from ..spec.plain import Plain, measured_refusal, selective_refusal
+from . import check as deepspeed_check
+from .json import KEY, read, resolve
 
 BUCKET = 200_000_000  # elements of DeepSpeed's reduce bucket
 SECTIONS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}

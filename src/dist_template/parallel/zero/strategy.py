@@ -20,22 +20,22 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.frozen import KEY, REFERENCE
-from ..compat import deepspeed as compat
-from ..compat.deepspeed import EnginePrecision, set_deepspeed_config, start_deepspeed
-from ..compat.lightning import accumulates
-from ..compat.torch import drop_weak_references
-from ..errors import InputError, require
-from ..layout import refuse_unshardable
-from ..ranges import NonNegativeInt, PositiveInt
-from . import deepspeed_check
-from . import deepspeed_config as config_file
-from .configured import Configured, Hardware, is_users
-from .element_wise import is_element_wise, is_known
-from .own_code import code_of
-from .own_format import OwnFormat
-from .run_strategy import RunDefaults
-from .starting import Start
+from ...checkpoint.frozen import KEY, REFERENCE
+from ...compat import deepspeed as compat
+from ...compat.deepspeed import EnginePrecision, set_deepspeed_config, start_deepspeed
+from ...compat.lightning import accumulates
+from ...compat.torch import drop_weak_references
+from ...errors import InputError, require
+from ...layout import refuse_unshardable
+from ...ranges import NonNegativeInt, PositiveInt
+from ..configured import Configured, Hardware, is_users
+from ..element_wise import is_element_wise, is_known
+from ..own_code import code_of
+from ..own_format import OwnFormat
+from ..run_strategy import RunDefaults
+from ..starting import Start
+from . import check as deepspeed_check
+from . import json as config_file
 
 # module.py leaves clipping to DeepSpeed; DeepSpeed 0.19 with torch 2.13
 warnings.filterwarnings("ignore", message=".*DeepSpeed handles gradient clipping internally.*")
@@ -364,8 +364,8 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         return any(code is None or code.may_change_weights() for code in codes)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns {}: the engine writes the state of its optimizer by itself (checkpoint/zero.py),
-        and a copy for Lightning's dict would be thrown away."""
+        """Returns {}: the engine writes the state of its optimizer by itself (format.py), and a
+        copy for Lightning's dict would be thrown away."""
         return {}
 
     # ---- the step --------------------------------------------------------------------------------

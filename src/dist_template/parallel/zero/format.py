@@ -22,17 +22,17 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from .. import weights
-from ..compat import deepspeed as compat
-from ..compat.torch import tree_map
-from ..layout import full_shape
-from .formats import StrategyFormat, reads_optimizer
-from .manifest import MANIFEST, read
-from .optimizer import State, merge, without_moments
-from .plain_types import back, plain
-from .protocol import Checkpoint, Copy, Group, Opened, Shapes
-from .stored import Partitioned, flat_range, is_scalar, partition_of
-from .untrusted import reading
+from ... import weights
+from ...checkpoint.formats import StrategyFormat, reads_optimizer
+from ...checkpoint.manifest import MANIFEST, read
+from ...checkpoint.optimizer import State, merge, without_moments
+from ...checkpoint.plain_types import back, plain
+from ...checkpoint.protocol import Checkpoint, Copy, Group, Opened, Shapes
+from ...checkpoint.stored import Partitioned, flat_range, is_scalar, partition_of
+from ...checkpoint.untrusted import reading
+from ...compat import deepspeed as compat
+from ...compat.torch import tree_map
+from ...layout import full_shape
 
 # Entries that DeepSpeed adds to Lightning's.
 DEEPSPEEDS_OWN = {

@@ -13,7 +13,7 @@ GROUP = (
 
 
 def is_sharding(value: object) -> bool:
-    """a subclass of dist_template.parallel.answers.plain.Plain"""
+    """a subclass of dist_template.parallel.spec.plain.Plain"""
     return isinstance(value, type) and issubclass(value, Plain)
 
 

@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from .. import weights
-from ..compat import transformers as compat
-from ..compat.parallel_styles import STYLE, register_replicated
-from ..errors import InputError, reason
-from ..layout import refuse_mixed, refuse_unshardable
-from . import scatter
-from .blocks import find_blocks
-from .mesh_ranks import MeshRanks
+from ... import weights
+from ...compat import transformers as compat
+from ...compat.parallel_styles import STYLE, register_replicated
+from ...errors import InputError, reason
+from ...layout import refuse_mixed, refuse_unshardable
+from .. import scatter
+from ..blocks import find_blocks
+from .ranks import MeshRanks
 from .sequence import share_attention
 
 EXPERT_PLAN = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # adapters follow it

@@ -7,12 +7,12 @@ from typing import Any
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..compat.lightning import set_mesh, start_process_group
-from .mesh_sizes import AXES, MeshSizes, data_parallel_size, sizes_of
-from .own_format import OwnFormat
+from ...compat.lightning import set_mesh, start_process_group
+from ..own_format import OwnFormat
+from ..run_strategy import DataRank, RunDefaults, T
 from .pipeline.stages import Schedule
-from .run_strategy import DataRank, RunDefaults, T
 from .sequence import shard_batch
+from .sizes import AXES, MeshSizes, data_parallel_size, sizes_of
 
 
 class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..answers.plain import Plain
 from ..configured import ARGS
-from ..pipeline.stages import StageFacts
+from ..mesh.pipeline.stages import StageFacts
 from .facts import STATE, BlockRun, Facts, Saving, Sent
+from .plain import Plain
 
 LOGIT_BYTES = 12  # per logit in backward: log-probability, its gradient and the logit's, in fp32
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64  # packed, and a scale of 64 weights in 8 bits

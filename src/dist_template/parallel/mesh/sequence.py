@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..compat import replaced
-from ..compat import transformers as compat
-from ..errors import InputError
+from ...compat import replaced
+from ...compat import transformers as compat
+from ...errors import InputError
 
 WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils.checkpoint import GraphExecGroup
 
-from ...compat.pipelining import PatchedStage
+from ....compat.pipelining import PatchedStage
 from .stages import Schedule
 
 SCHEDULES: dict[Schedule, type[Any]] = {

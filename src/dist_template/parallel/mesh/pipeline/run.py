@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...compat import wrap_method
-from ...compat.lightning import accumulates
-from ...compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
-from ...errors import InputError
-from ...layout import joint_norm, layout, local_shard
-from ...weights import from_all_ranks
-from ..mesh_ranks import MeshRanks
-from ..run_strategy import Layers, T
+from ....compat import wrap_method
+from ....compat.lightning import accumulates
+from ....compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
+from ....errors import InputError
+from ....layout import joint_norm, layout, local_shard
+from ....weights import from_all_ranks
+from ...run_strategy import Layers, T
+from ..ranks import MeshRanks
 from .division import Division, StageEnd
 from .schedule import SCHEDULES, AddedLoss, Stage, unreduced
 from .stages import ONE_STAGE, StageFacts

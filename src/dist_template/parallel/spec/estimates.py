@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...plugins import loaded
-from ..answers import sharding_of
 from ..configured import ARGS
-from .plain import FILES, Estimate
+from . import sharding_of
+from .base import FILES, Estimate
 
 __all__ = ["Estimate", "estimate_of"]
 
@@ -16,7 +16,7 @@ GROUP = "dist_template.estimates"
 
 
 def is_estimate(value: object) -> bool:
-    """a subclass of dist_template.parallel.estimates.plain.Estimate"""
+    """a subclass of dist_template.parallel.spec.base.Estimate"""
     return isinstance(value, type) and issubclass(value, Estimate)
 
 

@@ -37,16 +37,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
-from .. import weights
-from ..compat.lightning import torch_optimizer
-from ..compat.torch import read_unsharded, tree_map
-from .formats import StrategyFormat
-from .optimizer import State, by_name_from_flat, groups_of, merge, without_moments
-from .plain_types import back, plain
+from ... import weights
+from ...checkpoint.formats import StrategyFormat
+from ...checkpoint.optimizer import State, by_name_from_flat, groups_of, merge, without_moments
+from ...checkpoint.plain_types import back, plain
+from ...checkpoint.protocol import FLAT, Checkpoint, Copy, Group, Opened, Shapes
+from ...checkpoint.stored import Box, Stored, copy_shard, is_scalar
+from ...checkpoint.untrusted import DataReader, agreed_on_errors, reading
+from ...compat.lightning import torch_optimizer
+from ...compat.torch import read_unsharded, tree_map
 from .planning import Writer, planner
-from .protocol import FLAT, Checkpoint, Copy, Group, Opened, Shapes
-from .stored import Box, Stored, copy_shard, is_scalar
-from .untrusted import DataReader, agreed_on_errors, reading
 
 Place = Callable[[DTensor, Sequence[Placement]], DTensor]
 META = "meta.pt"  # Lightning's name for the part of a distributed checkpoint that is not tensors

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...errors import InputError
-from ..blocks import find_blocks
+from ....errors import InputError
+from ...blocks import find_blocks
 from .stages import (
     Layers,
     StageFacts,

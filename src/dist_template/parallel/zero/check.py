@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from ..errors import InputError, first_line
+from ...errors import InputError, first_line
 
 Config = Mapping[str, Any]
 SECTIONS = """bf16 bfloat16 fp16 amp zero_optimization optimizer scheduler activation_checkpointing
