@@ -35,8 +35,8 @@ from trainer_dev.module import LanguageModule
 from dist_template.cli.limits.machine import Machine as Described
 from dist_template.errors import InputError
 from dist_template.model.flops import Size, peak
+from dist_template.parallel.spec import spec_of
 from dist_template.parallel.spec.candidates import Candidate
-from dist_template.parallel.spec.estimates import estimate_of
 from dist_template.text.batches.rows import PackedRows
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
@@ -227,7 +227,7 @@ def predicted(model: Model, flops: float) -> Planned:
     )
     machine = Machine(1, 1, torch.cuda.mem_get_info()[1], flops, 300e9, 40e9)
     return planner.option(
-        Candidate("one device", "ddp", {}, estimate_of("ddp")), machine, model.micro_batch, "none"
+        Candidate("one device", "ddp", {}, spec_of("ddp")), machine, model.micro_batch, "none"
     )
 
 

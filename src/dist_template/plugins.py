@@ -4,11 +4,10 @@ Groups: dist_template.verbs: a module with `main(argv, project)`, started by `py
     NAME`. dist_template.hooks: a module with functions that the core calls, see hooks.py.
     dist_template.callbacks: a Lightning callback of every run, configured by its name's key.
     dist_template.rules: a rule of diagnosis, a function from a run to findings.
-    dist_template.launch_targets: a target of `launch --on NAME`. dist_template.strategies,
-    dist_template.loggers: classes that `class_path` knows by their names. dist_template.shardings,
-    dist_template.estimates: by a strategy's name, what answers for its configuration.
-    dist_template.checkpoint_formats: likewise, the format of its checkpoints.
-    dist_template.store: this library's alone, the hooks of `run.store`.
+    dist_template.launch_targets: a target of `launch --on NAME`. dist_template.strategies: by
+    the name of a strategy's class, its Spec (parallel/spec/base.py), which has the class and the
+    format of its checkpoints. dist_template.loggers: classes that `class_path` knows by their
+    names. dist_template.store: this library's alone, the hooks of `run.store`.
 
 A source of text needs none: YAML takes the import path of its class. docs/extend.md has an example
 of each. A value is "module" or "module:attribute". Nothing is imported before `Plugin.load`.
@@ -43,6 +42,7 @@ from .project import program_name
 __all__ = ["Plugin", "PluginError", "contained", "note", "registered"]
 
 LIBRARY = __name__.split(".")[0]
+STRATEGIES = "dist_template.strategies"  # a group of which several rooms ask for a part
 OURS = "dist-template"  # this library's package
 MODULE = re.compile(r"[\w.]+(\s*:\s*[\w.]+)?\s*(\[.*\]\s*)?")  # an entry point's value
 NAME = re.compile(r"[A-Za-z_][\w.-]*")  # it becomes a verb, a key or a class's name
@@ -268,14 +268,42 @@ def loaded(group: str, is_kind: Callable[[Any], bool] | None = None) -> dict[str
     for name, plugin in registered(group).items():
         try:
             value = plugin.load()
-            if is_kind is not None and not plugin.is_ours and not is_kind(value):
-                expected = (is_kind.__doc__ or "").strip()
-                raise PluginError(f"{plugin.label} is {value!r:.200}; give {expected}")
+            if is_kind is not None:
+                _check_kind(plugin, value, is_kind)
         except PluginError as error:
             note(f"{error}; it is skipped")
             continue
         found[name] = value
     return found
+
+
+@cache
+def loaded_parts(group: str, part: str, is_kind: Callable[[Any], bool]) -> dict[str, Any]:
+    """Returns what the static method `part` of each class in a group returns, without those that
+    return None; the rest is as in `loaded`, which reports a value that is no such class."""
+    found = {}
+    for name, plugin in registered(group).items():
+        try:
+            make = getattr(plugin.load(), part, None)
+            if make is None:
+                continue
+            with contained(plugin, f"fails in {part}"):
+                value = make()
+            if value is None:
+                continue
+            _check_kind(plugin, value, is_kind)
+        except PluginError as error:
+            note(f"{error}; it is skipped")
+            continue
+        found[name] = value
+    return found
+
+
+def _check_kind(plugin: Plugin, value: object, is_kind: Callable[[Any], bool]) -> None:
+    """Raises PluginError if another package's value is not what `is_kind` accepts."""
+    if not plugin.is_ours and not is_kind(value):
+        expected = " ".join((is_kind.__doc__ or "").split())
+        raise PluginError(f"{plugin.label} is {value!r:.200}; give {expected}")
 
 
 def _pyproject(import_name: str) -> Path | None:

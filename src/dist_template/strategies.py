@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .parallel.run_strategy import is_strategy
-from .plugins import loaded
+from .plugins import STRATEGIES, loaded_parts
 
 if TYPE_CHECKING:
     from .parallel.mesh.strategy import MeshStrategy
 
 __all__ = ["MeshStrategy", "ZeroStrategy"]  # noqa: F822  (by __getattr__)
 
-GROUP = "dist_template.strategies"
-
-
-CLASSES = loaded(GROUP, is_strategy)
+CLASSES = loaded_parts(STRATEGIES, "strategy_class", is_strategy)
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,8 @@ from dist_template import InputError, hooks, plugins
 from dist_template.checkpoint import formats, protocol
 from dist_template.cli.fit import is_logger
 from dist_template.cli.verbs import verbs
-from dist_template.parallel import spec as answers
 from dist_template.parallel.run_strategy import is_strategy
-from dist_template.parallel.spec import estimates
+from dist_template.parallel.spec import REPLACED_GROUPS, is_spec, specs
 from dist_template.ranges import Range, checks_of
 from tests.support.extras import write_metadata
 from tests.support.line import command
@@ -36,7 +35,13 @@ class Hostile(NamedTuple):
 
 
 CALLBACK = "from lightning.pytorch import Callback\nclass Bad(Callback):\n    "
-FORMAT = "from dist_template.checkpoint.protocol import CheckpointFormat\n"
+SPEC = """
+from dist_template.checkpoint.protocol import CheckpointFormat
+from dist_template.parallel.spec import Spec
+
+
+class Bad(Spec):
+"""
 OF_CLASS = "{module}:Bad"
 PACKAGES = {
     # at import
@@ -102,12 +107,28 @@ PACKAGES = {
     "is-no-strategy": Hostile("strategies", "Bad = dict", "; give a subclass of", value=OF_CLASS),
     "is-meshs": Hostile("strategies", "", "its 'MeshStrategy' of", name="MeshStrategy"),
     "is-no-logger": Hostile("loggers", "Bad = 3", "give a subclass of Light", value=OF_CLASS),
-    "is-no-sharding": Hostile("shardings", "Bad = 3", "give a subclass of dist", value=OF_CLASS),
-    "is-no-estimate": Hostile("estimates", "Bad = 3", "give a subclass of dist", value=OF_CLASS),
-    "is-no-format": Hostile("checkpoint_formats", "Bad = 3", "give a subclass", value=OF_CLASS),
+    "class-raises": Hostile(
+        "strategies",
+        f"{SPEC}    strategy_class = staticmethod(lambda: 1 / 0)",
+        "fails in strategy_class: ZeroDivisionError",
+        value=OF_CLASS,
+    ),
+    "class-is-a-number": Hostile(
+        "strategies",
+        f"{SPEC}    strategy_class = staticmethod(lambda: 3)",
+        "is 3; give a subclass of Lightning's Strategy",
+        value=OF_CLASS,
+    ),
+    "is-no-format": Hostile(
+        "strategies",
+        f"{SPEC}    format_class = staticmethod(lambda: 3)",
+        "is 3; give a subclass of dist_template.checkpoint",
+        value=OF_CLASS,
+    ),
     "format-raises": Hostile(
-        "checkpoint_formats",
-        f"{FORMAT}class Bad(CheckpointFormat):\n    is_at = staticmethod(lambda path: path.x)",
+        "strategies",
+        f"{SPEC}    format_class = staticmethod(lambda: Format)\n\n\n"
+        "class Format(CheckpointFormat):\n    is_at = staticmethod(lambda path: path.x)",
         "",
         value=OF_CLASS,
     ),
@@ -116,13 +137,8 @@ PACKAGES = {
     "rule-yields-text": Hostile("rules", "def Bad(h): yield 'x'", "", value=OF_CLASS),
     "rule-is-a-number": Hostile("rules", "Bad = 3", "", value=OF_CLASS),
 }
-KINDS = {
-    "strategies": is_strategy,
-    "loggers": is_logger,
-    "shardings": answers.is_sharding,
-    "estimates": estimates.is_estimate,
-    "checkpoint_formats": protocol.is_format,
-}
+KINDS = {"strategies": is_spec, "loggers": is_logger}
+PARTS = {"strategy_class": is_strategy, "format_class": protocol.is_format}
 
 
 def install(folder: Path, package: str, given: Hostile) -> None:
@@ -138,6 +154,7 @@ def install(folder: Path, package: str, given: Hostile) -> None:
 
 def forget() -> None:
     plugins.loaded.cache_clear()
+    plugins.loaded_parts.cache_clear()
     plugins._noted.clear()
     hooks._broken.clear()
     engine.registered_rules.cache_clear()
@@ -255,19 +272,35 @@ def test_a_run_with_all_of_them_ends_as_without(
     assert known["fit"].point.is_ours and known["doctor"].point.is_ours and "has two" not in known
     for group, is_kind in KINDS.items():
         found = plugins.loaded(f"dist_template.{group}", is_kind)
-        assert found and not any("no_" in name for name in found)
+        assert found and not any("no_strategy" in name or "no_logger" in name for name in found)
+    for part, is_kind in PARTS.items():
+        found = plugins.loaded_parts(plugins.STRATEGIES, part, is_kind)
+        assert {*found} <= {"MeshStrategy", "ZeroStrategy", "format_raises"}
     printed += capfd.readouterr().err
     for package, given in PACKAGES.items():
         if given.said and given.group in ("verbs", *KINDS):
             assert given.said in line_of(package, printed)
 
     assert formats.format_of(tmp_path) is None
-    assert "of_format_raises.Bad fails in is_at: " in capfd.readouterr().err
+    assert "of_format_raises.Format fails in is_at: " in capfd.readouterr().err
     assert command(["diagnose", str(only_run(tmp_path))]) == 0
     shown = capfd.readouterr().out
     for package, given in PACKAGES.items():
         if given.group == "rules":
             assert f"the rule {package.replace('-', '_')} failed" in shown
+
+
+def test_a_package_of_an_earlier_version_reads_what_replaces_its_entry_points(
+    site: Path, capfd: Any
+) -> None:
+    for group in REPLACED_GROUPS:
+        name = group.partition(".")[2]
+        install(site, f"has-{name.replace('_', '-')}", Hostile(name, "", "", name="Own"))
+    assert {*specs()} == {"MeshStrategy", "ZeroStrategy"}
+    printed = capfd.readouterr().err
+    for group in REPLACED_GROUPS:
+        said = f"its 'Own' of {group} has no effect: register one Spec as dist_template.strategies"
+        assert printed.count(said) == 1
 
 
 def test_metadata_that_cannot_be_read_hide_no_other_package(site: Path, capfd: Any) -> None:

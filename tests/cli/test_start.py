@@ -404,13 +404,31 @@ def test_what_raises_changes_nothing(site: Path, flags: Any, tmp_path: Path, cap
     assert "the rule short_run failed" in capfd.readouterr().out
 
 
-STRATEGY = """
+# A package with a strategy: a folder, and one entry point.
+SPEC = """
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from dist_template.parallel.spec.plain import PlainSpec
+
+
+@dataclass(frozen=True)
+class CarefulSpec(PlainSpec):
+    name: str = "Careful"
+
+    @staticmethod
+    def strategy_class() -> type:
+        from .strategy import Careful
+
+        return Careful
+
+    def refusals(self, setup) -> Iterator[str]:
+        if setup.machine.world_size > self.arguments.get("most", 2):
+            yield f"Careful takes {self.arguments['most']} processes: edit trainer.devices"
+"""
+STRATEGY = """
 from lightning.pytorch.strategies import DDPStrategy
 
-from dist_template.parallel.answers.plain import Plain
 from dist_template.parallel.run_strategy import RunDefaults
 
 
@@ -418,19 +436,6 @@ class Careful(RunDefaults, DDPStrategy):
     def __init__(self, most: int = 2) -> None:
         super().__init__(process_group_backend="gloo")
         self.arguments = {"most": most}
-
-
-@dataclass(frozen=True)
-class Answers(Plain):
-    name: str = "Careful"
-
-    @classmethod
-    def of(cls, arguments) -> "Answers":
-        return cls(arguments)
-
-    def refusals(self, setup) -> Iterator[str]:
-        if setup.machine.world_size > self.arguments.get("most", 2):
-            yield f"Careful takes {self.arguments['most']} processes: edit trainer.devices"
 """
 TWICE = """
 import sys
@@ -443,10 +448,13 @@ assert run(*sys.argv[1:], "--trainer.strategy.most=1") == 0
 
 @pytest.mark.slow
 def test_a_packages_strategy_has_a_name_and_refuses(flags: Any, tmp_path: Path, capfd: Any) -> None:
-    (tmp_path / "my_sharding.py").write_text(STRATEGY)
-    names = {"strategies": "my_sharding:Careful", "shardings": "my_sharding:Answers"}
-    points = {f"dist_template.{group}": {"Careful": at} for group, at in names.items()}
-    write_metadata(tmp_path, "my-sharding", points)
+    folder = tmp_path / "my_strategy"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "spec.py").write_text(SPEC)
+    (folder / "strategy.py").write_text(STRATEGY)
+    points = {"dist_template.strategies": {"Careful": "my_strategy.spec:CarefulSpec"}}
+    write_metadata(tmp_path, "my-strategy", points)
     careful = ["--trainer.max_steps=2", "--trainer.strategy.class_path=Careful"]
     printed = started(tmp_path, "-c", TWICE, "fit", *flags, *careful)
     assert "finished after step 2" in printed

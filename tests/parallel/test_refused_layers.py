@@ -11,7 +11,7 @@ from dist_template.errors import InputError
 from dist_template.layout import refuse_lazy, refuse_mixed, refuse_unshardable, total_norm
 from dist_template.parallel.configured import Configured, Hardware
 from dist_template.parallel.own_code import code_of
-from dist_template.parallel.zero.spec import Zero
+from dist_template.parallel.zero.spec import ZeroSpec
 
 
 class Holder(nn.Module):
@@ -118,7 +118,7 @@ class BringsCallbacks(OnlyAtFirst):
 def refusals(stage: int, module: L.LightningModule, *callbacks: L.Callback) -> list[str]:
     trainer = {"max_steps": 10, "callbacks": [*callbacks]}
     setup = Configured(Hardware("cpu", 2), trainer, module, None, None, trains=True)
-    return [*Zero.of({"stage": stage}).refusals(setup)]
+    return [*ZeroSpec.of({"stage": stage}).refusals(setup)]
 
 
 @pytest.mark.parametrize(

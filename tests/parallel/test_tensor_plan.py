@@ -12,8 +12,7 @@ from dist_template.cli.limits import Machine
 from dist_template.compat.transformers import reason_against_sequence_shards
 from dist_template.parallel.mesh import sizes as mesh_sizes
 from dist_template.parallel.mesh.shard import STYLE, complete_plan
-from dist_template.parallel.shrunk import shrunk
-from dist_template.parallel.spec.estimates import estimate_of
+from dist_template.parallel.spec import spec_of
 from dist_template.parallel.spec.facts import Facts, Sent
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Preferences
@@ -129,20 +128,20 @@ def mirrors() -> Iterator[None]:
 
 @pytest.mark.usefixtures("mirrors")
 def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
-    sharding: Any = estimate_of(MIRRORED)
+    spec: Any = spec_of(MIRRORED)
     others = dict.fromkeys(("pp", "dp_replicate", "tp", "ep", "cp"), 1)
-    assert sharding.sizes(8) == others | {"fsdp": 2, "mirror": 4}
-    assert sharding.data_parallel(8) == 2 and sharding.axes(8) == ["fsdp"]
+    assert spec.sizes(8) == others | {"fsdp": 2, "mirror": 4}
+    assert spec.data_parallel(8) == 2 and spec.axes(8) == ["fsdp"]
     assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]
     refused = violations_of(MIRRORED, Machine("cuda", 6))
     assert any("mirror_size 4 does not make 6" in each for each in refused)
-    memory, alone = sharding.memory(FACTS), estimate_of("ddp").memory(FACTS)
+    memory, alone = spec.memory(FACTS), spec_of("ddp").memory(FACTS)
     assert memory["weights"] == alone["weights"] and memory["checksums"] == 64
-    sent = [one for one in sharding.traffic(FACTS) if one.size == 8]
+    sent = [one for one in spec.traffic(FACTS) if one.size == 8]
     assert sent == [Sent("all_reduce", 8, 8, 4, 4)]
-    small = shrunk(MIRRORED)
+    small = spec_of(MIRRORED).reduced()
     assert (small.arguments["mirror_size"], small.processes, small.data_parallel) == (2, 4, 2)
-    half = shrunk({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}, 1)
+    half = spec_of({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}).reduced(1)
     assert (half.arguments["mirror_size"], half.processes) == (1, 1)
 
 

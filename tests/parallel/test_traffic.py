@@ -1,4 +1,4 @@
-"""What a strategy sends: `Estimate.traffic` equals the collectives of real trainings and the pages.
+"""What a strategy sends: `Spec.traffic` equals the collectives of real trainings and the pages.
 
 They are as many as in a loop of the strategy's own library, and two numbers besides."""
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_template.callbacks import Preemption
-from dist_template.parallel.spec.estimates import estimate_of
+from dist_template.parallel.spec import spec_of
 from dist_template.parallel.spec.facts import Sent
 from dist_template.text.model.facts import facts_of
 from tests.support.modules import on_meta
@@ -157,16 +157,16 @@ def traffic(name: str, model: Any, at: Setting) -> list[Sent]:
     elif given is not None:
         sizes = {"reduce_each_micro_batch": at.reduces_each, **given}
         strategy = {"class_path": "MeshStrategy", "init_args": sizes}
-    sharding = estimate_of(strategy)
+    spec = spec_of(strategy)
     facts = replace(
         facts_of(model, model)[1],
         world_size=at.ranks,
         precision="bf16-mixed" if at.half else "32-true",
         seq_len=at.tokens * (at.shared if name == "cp" else 1),
-        global_batch_size=at.accumulation * sharding.data_parallel(at.ranks),
-        pipeline=sharding.stage_facts(model, at.ranks),
+        global_batch_size=at.accumulation * spec.data_parallel(at.ranks),
+        pipeline=spec.stage_facts(model, at.ranks),
     )
-    return [one for one in sharding.traffic(facts) if one.ranks > 1]
+    return [one for one in spec.traffic(facts) if one.ranks > 1]
 
 
 def test_every_strategy_that_sends_differently_is_in_the_cases() -> None:

@@ -13,8 +13,8 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import OptimConfig
 from dist_template.cli.limits.machine import Machine as Described
+from dist_template.parallel.spec import spec_of
 from dist_template.parallel.spec.candidates import Candidate
-from dist_template.parallel.spec.estimates import estimate_of
 from dist_template.parallel.spec.facts import STATE
 from dist_template.text.objectives.mtp import MtpConfig
 from dist_template.wings.plan.estimate import Machine, Planned
@@ -69,7 +69,7 @@ def planner(
 
 
 def estimate(made: Planner, name: str, ranks: int, rows: int, mode: str = "none") -> Planned:
-    candidate = Candidate(name, "", {}, estimate_of(settings_of(name)))
+    candidate = Candidate(name, "", {}, spec_of(settings_of(name)))
     return made.option(candidate, replace(H100S, nodes=1, devices=ranks), rows, mode)
 
 
@@ -102,7 +102,7 @@ def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, cas
     train(tmp_path, 2, architecture, batch, [*flags, *flags_of(strategy), *own], with_)
     made = planner(architecture, batch, SEQ_LEN, precision, "cpu", by)
     planned = estimate(made, strategy, 2, ROWS, mode)
-    parts, memory = planned.parts(), planned.sharding.memory(planned.facts)
+    parts, memory = planned.parts(), planned.spec.memory(planned.facts)
     moving = parts["activations"] + max(parts["logits"], parts["backward"])
     moving += memory.get("gathered weights", 0)
     if strategy == "zero2":  # others keep their buffers from the first step on
@@ -145,7 +145,7 @@ def test_predicted_bytes_of_stages(
     given = {"class_path": "MeshStrategy", "init_args": settings_of("pp")["init_args"] | sizes}
     made = planner(architecture, batch, SEQ_LEN, "32-true", "cpu")
     machine = Machine(1, stages, 1, 1, 1, 1)
-    parts = made.option(Candidate("", "pp", {}, estimate_of(given)), machine, ROWS, "none").parts()
+    parts = made.option(Candidate("", "pp", {}, spec_of(given)), machine, ROWS, "none").parts()
     predicted = parts["activations"] + max(parts["logits"], parts["backward"]) + parts["gradients"]
     print(f"pp {stages} {schedule}: {predicted / measured:.3f} of {measured / 2**20:.0f} MiB")
     assert predicted == pytest.approx(measured, rel=0.15)
@@ -170,7 +170,7 @@ def test_the_flags_of_every_candidate_describe_its_arguments() -> None:
     for candidate in Candidate.of(2, 8):
         file = settings_of(candidate.file)
         given = {**(file["init_args"] if isinstance(file, dict) else {}), **candidate.options}
-        for key, value in candidate.sharding.arguments.items():
+        for key, value in candidate.spec.arguments.items():
             assert given[key] in (value, "auto"), (candidate.name, key)
 
 
@@ -269,7 +269,7 @@ def test_an_example_is_as_planned(name: str, tmp_path: Path, monkeypatch: Any, c
     given, found = content(name), list[tuple[Planner, Planned]]()
 
     def own(planner: Planner, machine: Any) -> list[Planned]:
-        strategy = estimate_of(given["trainer"].get("strategy"))
+        strategy = spec_of(given["trainer"].get("strategy"))
         rows, mode = given["data"]["micro_batch_size"], given["model"]["blocks"]["checkpointing"]
         option = planner.option(Candidate("its own", "", {}, strategy), machine, rows, mode)
         found.append((planner, option))

@@ -1,7 +1,7 @@
 """Interface of a checkpoint format: how it reads, writes, copies and loads checkpoints.
 
 formats.py has the one of a single file; a strategy with a format of its own has it beside it, and
-does not import it: entry points name one for its class."""
+does not import it: the strategy's Spec names both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from ..plugins import loaded
+from ..plugins import STRATEGIES, loaded_parts
 
 Checkpoint = dict[str, Any]  # Lightning's dict; formats.read_full describes an unsharded one
 Shapes = dict[str, tuple[int, ...]]  # of unsharded weights, by name
 Copy = Callable[[Any], Any]  # copies the tensors in nested containers to host memory
 State = dict[str, Any]  # of an optimizer, by parameter name: optimizer.py
 Group = dist.ProcessGroup | None  # of the ranks that write; None: all
-GROUP = (
-    "dist_template.checkpoint_formats"  # entry points: name of a strategy's class, and its format
-)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # parameter groups differ between meshes
 S = TypeVar("S", bound=Strategy)
 
@@ -41,7 +38,7 @@ def registered_format(strategy: Strategy) -> type[CheckpointFormat] | None:
 
 def registered_formats() -> dict[str, type[CheckpointFormat]]:
     """Returns the formats by the names of strategies' classes."""
-    return loaded(GROUP, is_format)
+    return loaded_parts(STRATEGIES, "format_class", is_format)
 
 
 def is_format(value: object) -> bool:

@@ -35,7 +35,7 @@ from ..model import any_module
 from ..model.optim import OptimConfig
 from ..observe.history.run import PLACEHOLDER, replaced
 from ..parallel.run_strategy import is_strategy
-from ..plugins import PluginError, loaded, note
+from ..plugins import STRATEGIES, PluginError, loaded, loaded_parts, note
 from ..project import Project
 from . import limits, ranges, strategy_names
 from .chosen import Choice
@@ -66,7 +66,7 @@ def is_logger(value: object) -> bool:
 
 
 # known to `class_path` by their names
-loaded("dist_template.strategies", is_strategy)
+loaded_parts(STRATEGIES, "strategy_class", is_strategy)
 loaded("dist_template.loggers", is_logger)
 hide_expected()
 

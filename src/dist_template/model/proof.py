@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..parallel.spec import sharding_of
+from ..parallel.spec import spec_of
 from ..records import read_mapping, write_atomically
 from .training_module import NOT_DECISIVE
 
@@ -209,7 +209,7 @@ def axes_of(strategy: Any, world_size: int, module: object = None) -> str:
     if world_size == 1:
         return ""
     adapters = getattr(module, "adapter_axes", [])
-    return "+".join([*adapters, *sharding_of(strategy).axes(world_size)])
+    return "+".join([*adapters, *spec_of(strategy).axes(world_size)])
 
 
 @cache

@@ -8,8 +8,7 @@ mesh/             MeshStrategy: FSDP2, HSDP, tensor, expert, sequence and pipeli
 zero/             ZeroStrategy: DeepSpeed's ZeRO
 blocks.py         activation checkpointing, torch.compile
 half.py           parameters in half precision
-spec/             what a configured strategy answers before a start; configured.py is what it reads
-shrunk.py         a few processes, for `rehearse`"""
+spec/             what a strategy answers before a start; configured.py is what it reads"""
 
 from .run_strategy import run_strategy
 

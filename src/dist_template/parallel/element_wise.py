@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from ..compat.lightning import torch_optimizer
 from ..errors import reason
-from .zero.spec import ELEMENTWISE
 
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
+ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
 SHAPES = {1: (7,), 2: (3, 4), 3: (2, 3, 2), 4: (2, 3, 2, 2), 5: (3, 2, 2, 1, 2)}
 STEPS = 3
 

@@ -318,8 +318,8 @@ def test_the_estimate_of_a_runs_memory_is_that_of_its_training(
     given += ["--trainer.max_steps=3", "--trainer.limit_val_batches=0"]
     callbacks = [State(tmp_path), *([] if is_staged else [Allocated(tmp_path)])]
     record = Workers(ranks).run(["fit", *given], tmp_path / "record", callbacks=callbacks).check()
-    sharding, facts = figures_of(read_run(record.run))
-    parts = sharding.memory(facts)
+    spec, facts = figures_of(read_run(record.run))
+    parts = spec.memory(facts)
     measured = [json.loads(file.read_text()) for file in tmp_path.glob("state[0-9].json")]
     counted = [sum(parts[part] for part in STATE)] * ranks
     if is_staged:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
-from dist_template.parallel.shrunk import shrunk
+from dist_template.parallel.spec import spec_of
 from dist_template.strategies import MeshStrategy
 from dist_template.wings.rehearse import command, shrink_model
 from dist_template.wings.rehearse.checks import CHECKS, Check, run_checks
@@ -349,7 +349,7 @@ MESHES: list[Any] = [  # fsdp, replicas, tp, ep; pp: what it becomes, and its pr
 @pytest.mark.parametrize(("sizes", "pp", "expected", "processes"), MESHES)
 def test_a_mesh_shrinks_to_two_by_two(sizes: Any, pp: int, expected: Any, processes: int) -> None:
     given = dict(zip(NAMES, sizes, strict=True))
-    small = shrunk(MeshStrategy(**given, pp_size=pp))
+    small = spec_of(MeshStrategy(**given, pp_size=pp)).reduced()
     assert tuple(small.arguments[name] for name in NAMES) == expected
     assert small.arguments["pp_size"] == min(2, pp), "a pipeline stays one, of 2 ranks"
     dropped = [name for name in NAMES[:2] if small.arguments[name] == 1 != given[name]]

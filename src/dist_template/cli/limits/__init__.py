@@ -23,7 +23,7 @@ import lightning as L
 
 from ...by_tokens import AUTO
 from ...parallel.configured import NOT_READ_YET
-from ...parallel.spec import sharding_of
+from ...parallel.spec import spec_of
 from . import options, proven, training, unread
 from .machine import Machine, Setup
 
@@ -103,7 +103,7 @@ def refusal_of_strategy(
 def data_parallel(machine: Machine, trainer: Mapping[str, Any]) -> int:
     """Returns the number of ranks that read different batches. Raises InputError for sizes of a
     strategy that do not fit."""
-    return sharding_of(trainer.get("strategy") or "auto").data_parallel(machine.world_size)
+    return spec_of(trainer.get("strategy") or "auto").data_parallel(machine.world_size)
 
 
 def accumulated_batch(

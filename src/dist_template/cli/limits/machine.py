@@ -13,8 +13,7 @@ from ...errors import InputError, reason
 from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
 from ...parallel.configured import Configured, Hardware
-from ...parallel.spec import sharding_of
-from ...parallel.spec.plain import Plain
+from ...parallel.spec import Spec, spec_of
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
@@ -69,8 +68,8 @@ class Setup(Configured):
         return typed_attribute(self.module, "optim", OptimConfig)
 
     @property
-    def sharding(self) -> Plain:
-        return sharding_of(self.trainer.get("strategy") or "auto")
+    def spec(self) -> Spec:
+        return spec_of(self.trainer.get("strategy") or "auto")
 
     @property
     def num_steps(self) -> float | None:

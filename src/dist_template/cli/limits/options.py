@@ -22,8 +22,8 @@ from ...compat.lightning import logs_graph
 from ...model.any_module import owns_order
 from ...model.optim import OptimConfig
 from ...parallel.configured import without_effect
-from ...parallel.mesh.spec import Mesh
-from ...parallel.zero.spec import Zero
+from ...parallel.mesh.spec import MeshSpec
+from ...parallel.zero.spec import ZeroSpec
 from .machine import Setup
 
 # Key: the value that is allowed, and what to do instead of another.
@@ -70,21 +70,21 @@ def replaced_keys(setup: Setup) -> Iterator[str]:
 
 def callbacks(setup: Setup) -> Iterator[str]:
     is_of_text = setup.optim is not None and owns_order(setup.data)
-    sharding = setup.sharding
+    spec = setup.spec
     for callback in setup.callbacks:
         for kind, instead in REFUSED_CALLBACKS.items():
             cure = instead[0] if is_of_text else instead[1]
             if isinstance(callback, kind) and cure:
                 yield f"trainer.callbacks: {kind.__name__} is not supported: {cure}"
         name = type(callback).__name__
-        if not sharding.is_replicated and isinstance(callback, WeightAveraging):
+        if not spec.is_replicated and isinstance(callback, WeightAveraging):
             yield (
-                f"trainer.callbacks: {name} does not work under {sharding.name}, which shards the"
+                f"trainer.callbacks: {name} does not work under {spec.name}, which shards the"
                 " model: use --config strategy/ddp, or remove the callback"
             )
-        elif isinstance(sharding, Zero) and isinstance(callback, CHANGE_STEPS):
+        elif isinstance(spec, ZeroSpec) and isinstance(callback, CHANGE_STEPS):
             yield (
-                f"trainer.callbacks: {name} does not work under {sharding.name}, whose groups of"
+                f"trainer.callbacks: {name} does not work under {spec.name}, whose groups of"
                 " parameters and accumulation are fixed when training starts: use --config"
                 " strategy/fsdp2 or strategy/ddp, or remove the callback"
             )
@@ -110,10 +110,10 @@ def saves_on_exceptions(setup: Setup) -> Iterator[str]:
 
 def flags(setup: Setup) -> Iterator[str]:
     """Flags of Lightning's Trainer that some strategies do not read, or cannot work with."""
-    sharding = setup.sharding
-    if setup.trainer.get("sync_batchnorm") and not sharding.is_replicated:
+    spec = setup.spec
+    if setup.trainer.get("sync_batchnorm") and not spec.is_replicated:
         yield (
-            f"trainer.sync_batchnorm true has no effect under {sharding.name}: use --config"
+            f"trainer.sync_batchnorm true has no effect under {spec.name}: use --config"
             " strategy/ddp, or convert the layers in the module's __init__ by"
             " torch.nn.SyncBatchNorm.convert_sync_batchnorm and remove the key"
         )
@@ -125,32 +125,28 @@ def flags(setup: Setup) -> Iterator[str]:
                     f" {type(callback).__name__}, which saves: remove one of them"
                 )
     loggers = setup.trainer.get("logger")
-    if isinstance(sharding, Mesh) and setup.module.example_input_array is not None:
+    if isinstance(spec, MeshSpec) and setup.module.example_input_array is not None:
         for logger in loggers if isinstance(loggers, list) else []:
             if logs_graph(logger):
                 yield (
                     f"trainer.logger: {type(logger).__name__} with log_graph true does not work"
-                    f" under {sharding.name}, whose shards torch cannot trace: set log_graph false,"
+                    f" under {spec.name}, whose shards torch cannot trace: set log_graph false,"
                     " or use --config strategy/ddp"
                 )
     on_gpu = setup.machine.accelerator != "cpu"  # gloo: Lightning takes no_grad
-    if setup.trainer.get("inference_mode") and on_gpu and isinstance(sharding, Mesh):
+    if setup.trainer.get("inference_mode") and on_gpu and isinstance(spec, MeshSpec):
         yield (
-            f"trainer.inference_mode true does not work under {sharding.name}, whose sharded"
+            f"trainer.inference_mode true does not work under {spec.name}, whose sharded"
             " parameters torch cannot gather in that mode: remove the key"
         )
 
 
 def manual_optimization(setup: Setup) -> Iterator[str]:
     """Several backward passes, and weights that are frozen for one: "resize storage" in FSDP2."""
-    if (
-        setup.trains
-        and not setup.module.automatic_optimization
-        and not setup.sharding.is_replicated
-    ):
+    if setup.trains and not setup.module.automatic_optimization and not setup.spec.is_replicated:
         yield (
             f"{type(setup.module).__name__} optimizes manually (automatic_optimization is False),"
-            f" which does not work under {setup.sharding.name}: use --config strategy/ddp or one"
+            f" which does not work under {setup.spec.name}: use --config strategy/ddp or one"
             " device"
         )
 

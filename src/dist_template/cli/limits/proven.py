@@ -19,7 +19,7 @@ def refused(setup: Setup) -> Iterator[str]:
     if config is NOT_READ_YET or not setup.trains:
         return
     try:
-        axes = proof.axes_of(setup.sharding, setup.machine.world_size, setup.module)
+        axes = proof.axes_of(setup.spec, setup.machine.world_size, setup.module)
     except InputError:
         return  # the strategy reports that its sizes do not fit
     found = proof.verdict(config, axes)

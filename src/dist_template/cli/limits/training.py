@@ -10,7 +10,7 @@ from .machine import Setup
 
 
 def strategy(setup: Setup) -> Iterator[str]:
-    return setup.sharding.refusals(setup)
+    return setup.spec.refusals(setup)
 
 
 def precision(setup: Setup) -> Iterator[str]:
@@ -23,7 +23,7 @@ def batches(setup: Setup) -> Iterator[str]:
     if not setup.trains or not hasattr(setup.data, "check"):
         return
     try:
-        ranks = setup.sharding.data_parallel(setup.machine.world_size)
+        ranks = setup.spec.data_parallel(setup.machine.world_size)
     except InputError:
         return  # the strategy reports that its sizes do not fit
     try:
@@ -45,7 +45,7 @@ def accumulated(setup: Setup) -> int | None:
             " give the accumulation: remove one"
         )
     try:
-        ranks = setup.sharding.data_parallel(setup.machine.world_size)
+        ranks = setup.spec.data_parallel(setup.machine.world_size)
     except InputError:
         return None  # the strategy reports that its sizes do not fit
     return batches * setup.data.micro_batch_size * ranks
@@ -56,7 +56,7 @@ def least(setup: Setup) -> int:
     that which is chosen when the rows are known is a multiple of them."""
     ranks, rows = setup.machine.world_size, setup.data.micro_batch_size
     try:
-        return setup.sharding.rows_together(ranks, rows)
+        return setup.spec.rows_together(ranks, rows)
     except InputError:
         return rows * ranks  # the strategy reports that its sizes do not fit
 

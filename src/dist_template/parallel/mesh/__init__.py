@@ -1,6 +1,6 @@
 """MeshStrategy: FSDP2, HSDP, tensor, expert, sequence and pipeline parallelism on one mesh.
 
-spec.py       its configuration, before a start; estimate.py has its memory and messages
+spec.py       its configuration, before a start; estimate.py has what axes send
 sizes.py      the axes of the mesh, and their sizes
 strategy.py   MeshStrategy; ranks.py has its processes
 shard.py      shards a model over the mesh

@@ -1,32 +1,41 @@
-"""MeshStrategy's configuration: what each axis of its mesh refuses, and what transformers' plans
-say of it."""
+"""MeshStrategy's configuration: what each axis of its mesh refuses, what transformers' plans say of
+it, and its memory and messages. No torch."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import gcd, prod
 from typing import Any, ClassVar, Self
 
 from ...by_tokens import divisor_of, values_of
 from ...errors import InputError
 from ..configured import ARGS, NOT_READ_YET, Configured
 from ..own_code import code_of
-from ..spec.plain import Plain, measured_refusal, selective_refusal
+from ..spec.base import SLOWER, ReducedStrategy, Spec
+from ..spec.facts import STATE, BlockRun, Facts, Saving, Sent
+from ..spec.refusals import measured_refusal, selective_refusal
+from .estimate import TRAFFIC, Stages, kept_micro_batches
 from .pipeline.stages import (
     ONE_STAGE,
     SPLIT_BACKWARD,
+    V_SHAPED,
     Layers,
     Schedule,
+    StageFacts,
     needed_micro_batches,
     stages_per_rank,
     wrong_layers,
 )
-from .sizes import AXES, Axis, MeshSizes, data_parallel_size, sizes_of
+from .sizes import AXES, Axis, MeshSizes, Size, data_parallel_size, given_size, sizes_of
 
+MOST = 4  # processes of a rehearsal
 QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # whose columns are heads
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
-class Mesh(Plain):
+class MeshSpec(Spec):
     """Shards a model over a mesh of ranks; `arguments` has the sizes, by `Axis.key`."""
 
     name: str = "MeshStrategy"
@@ -38,16 +47,29 @@ class Mesh(Plain):
     cpu_offload: bool = False
     reduce_each_micro_batch: bool = True
 
-    is_replicated: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """Returns the sharding of MeshStrategy's arguments."""
+        """Returns the spec of MeshStrategy's arguments."""
         _, _, _, *options = fields(cls)  # arguments, name, bases
         return cls(
             arguments, **{each.name: arguments.get(each.name, each.default) for each in options}
         )
+
+    @staticmethod
+    def strategy_class() -> type:
+        from .strategy import MeshStrategy
+
+        return MeshStrategy
+
+    @staticmethod
+    def format_class() -> type:
+        from .format import ShardedFormat
+
+        return ShardedFormat
+
+    # ---- ranks -----------------------------------------------------------------------------------
 
     def sizes(self, world_size: int) -> MeshSizes:
         """Returns the sizes on `world_size` ranks. Raises InputError if they do not fit."""
@@ -77,6 +99,41 @@ class Mesh(Plain):
             found.append(found.pop(0))
         return found or super().axes(world_size)
 
+    def reduced(self, processes: int | None = None) -> ReducedStrategy:
+        """Reduces sizes above 1 to 2. If that needs too many processes, data parallelism becomes 1
+        first, and then others."""
+        arguments, stages, notes = dict(self.arguments), 1, []
+        adding = [axis for axis in AXES if axis.adds_ranks]
+        sizes: dict[str, Size] = {}
+        for axis in adding:
+            sizes[axis.key] = given_size(arguments, axis)
+            if sizes[axis.key] not in (1, "auto"):
+                sizes[axis.key] = 2
+        for axis in sorted(
+            reversed(adding), key=lambda axis: (not axis.reads_own_rows, axis.name == "fsdp")
+        ):
+            key = axis.key
+            if _ranks(sizes) > (processes or MOST) and sizes[key] != 1:
+                sizes[key] = 1
+                notes.append(f"{key} is 1: the mesh would need more processes")
+        num = processes or _ranks(sizes)
+        arguments |= sizes | {"ep_size": 1, "cp_size": 1}
+        resolved = sizes_of(arguments, num)  # raises if the number does not fit
+        ranks, given = resolved.fsdp * resolved.tp, self.arguments.get("ep_size", 1)
+        arguments["ep_size"] = given if given == "auto" else min(given, 2, ranks)
+        arguments["cp_size"] = gcd(self.arguments.get("cp_size", 1), resolved.fsdp)
+        if resolved.pp > 1:
+            arguments["pp_stages_per_rank"] = min(self.pp_stages_per_rank, 2)
+            stages = 2 * stages_per_rank(self.pp_schedule, arguments["pp_stages_per_rank"])
+            if isinstance(self.pp_layers, list):
+                arguments["pp_layers"] = "even"
+                notes.append("pp_layers is even: the small model has fewer blocks")
+        return ReducedStrategy(
+            arguments, num, data_parallel_size(sizes_of(arguments, num)), stages, notes
+        )
+
+    # ---- refusals --------------------------------------------------------------------------------
+
     def refusals(self, setup: Configured) -> Iterator[str]:
         yield from super().refusals(setup)
         code = code_of(type(setup.module))
@@ -102,8 +159,161 @@ class Mesh(Plain):
             else:
                 yield from axis.refusals(setup)
 
+    def stage_facts(self, model: Any, world_size: int) -> StageFacts | None:
+        if (pp := self.sizes(world_size).pp) == 1:
+            return None
+        from .pipeline.partition import facts_of
 
-def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
+        return facts_of(model, pp, self.pp_schedule, self.pp_stages_per_rank, self.pp_layers)
+
+    def stages(self, facts: Facts) -> Stages:
+        """Returns the stages that a run recorded, or `plan` made; one stage if none."""
+        if not facts.pipeline or self.sizes(facts.world_size).pp == 1:
+            return Stages(blocks=facts.layers)
+        stages, m = facts.pipeline["stages"], self.accumulation(facts)
+        p, v = len(stages), len(stages[0])
+        sizes, blocks = [], []  # of each rank
+        for own in stages:
+            sizes.append(sum(map(facts.pipeline["parameters"].__getitem__, own)))
+            blocks.append(sum(map(facts.pipeline["blocks"].__getitem__, own)))
+        last = next(rank for rank, own in enumerate(stages) if p * v - 1 in own)
+        blocks[last] += facts.predicted  # after the last stage's
+        schedule = facts.pipeline["schedule"]
+        most, at_end = kept_micro_batches(schedule, p, v, m)
+        return Stages(
+            largest=max(sizes) / facts.parameters,
+            mean=sum(sizes) / facts.parameters / p,
+            blocks=max(blocks),
+            kept=min(most, m),
+            kept_at_end=min(at_end, m),
+            crossings=2 * (p - 1) if schedule in V_SHAPED else v * p - 1,
+        )
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def share(self, facts: Facts) -> float:
+        sizes = self.sizes(facts.world_size)
+        replicated = 1 + facts.tp_replicates / facts.parameters * (sizes.tp - 1)
+        others = prod(axis.share(facts) for axis in self.active(facts.world_size))
+        return others * self.stages(facts).largest * replicated / sizes.tp / sizes.fsdp
+
+    def mean_share(self, facts: Facts) -> float:
+        """Returns the mean over ranks of the share of the parameters that a rank stores."""
+        stages = self.stages(facts)
+        return self.share(facts) * stages.mean / stages.largest
+
+    def tokens(self, facts: Facts) -> int:
+        return super().tokens(facts) // self.sizes(facts.world_size).cp
+
+    def block_run(self, facts: Facts) -> BlockRun:
+        sizes = self.sizes(facts.world_size)
+        is_half = facts.is_half and (sizes.fsdp > 1 or facts.stores_half)
+        return BlockRun(is_half, facts.is_mixed, sizes.tp)
+
+    def block(self, facts: Facts) -> float:
+        """Returns the parameters of the largest block, gathered by FSDP2: other ranks' experts of
+        expert parallelism are not."""
+        sizes, experts = self.sizes(facts.world_size), facts.block_experts
+        largest = facts.block or (facts.parameters - facts.embedding) / facts.layers
+        if sizes.ep > 1:
+            return (largest - experts) / sizes.tp + experts / sizes.ep
+        return largest / sizes.tp
+
+    def state(self, facts: Facts) -> dict[str, float]:
+        offloaded = self.cpu_offload and not facts.on_host
+        return super().state(facts) | dict.fromkeys(STATE * offloaded, 0.0)
+
+    def buffers(self, facts: Facts) -> dict[str, float]:
+        """FSDP2 gathers the running block, the next one, and the embedding or the head; a pipeline
+        is ZeRO-1 inside of a stage, whose weights are gathered once per step."""
+        sizes, width, used = (
+            self.sizes(facts.world_size),
+            self.weight_bytes(facts),
+            self.used_bytes(facts),
+        )
+        parts: dict[str, float] = {}
+        for axis in self.active(facts.world_size):
+            parts |= axis.buffers(facts)
+        if sizes.pp > 1 and sizes.dp_replicate * sizes.fsdp > 1:
+            experts = facts.experts if sizes.ep > 1 else 0
+            gathered = (facts.parameters - experts) / sizes.tp + experts / sizes.ep
+            gathered *= self.stages(facts).largest
+            parts["gathered weights"] = gathered * used
+            parts["unsharded gradients"] = gathered * facts.trainable / facts.parameters * width
+        elif sizes.pp == 1 and sizes.fsdp > 1:
+            parts["gathered weights"] = (
+                2 * self.block(facts) + facts.vocab_size * facts.width / sizes.tp
+            ) * used
+            if not self.reduce_each_micro_batch and self.accumulation(facts) > 1:
+                parts["unsharded gradients"] = facts.trainable / sizes.tp * width
+        return parts
+
+    def memory(self, facts: Facts) -> dict[str, float]:
+        """With traced activations, adds the block whose gradients are being reduced; the rank of
+        the last stage, which alone has logits, keeps fewer micro-batches than others."""
+        parts, sizes = super().memory(facts), self.sizes(facts.world_size)
+        if facts.traced is not None and sizes.pp > 1:
+            stages = self.stages(facts)
+            parts["activations"] *= self.layers_kept(facts) / facts.layers
+            fewer = parts["activations"] * (1 - stages.kept_at_end / stages.kept)
+            parts["logits"] = max(0.0, parts["logits"] - fewer)
+        elif facts.traced is not None and sizes.fsdp > 1:
+            width = self.used_bytes(facts) + self.weight_bytes(facts)
+            parts["backward"] += self.block(facts) * width
+        return parts
+
+    def layers_kept(self, facts: Facts) -> float:
+        stages = self.stages(facts)
+        return stages.kept * stages.blocks
+
+    def savings(self, facts: Facts) -> Iterator[Saving]:
+        if not self.reduce_each_micro_batch:
+            key = f"{ARGS}.reduce_each_micro_batch"
+            sentence = (
+                "Gradients reduced in every micro-batch: more communication, same loss curve."
+            )
+            yield Saving(sentence, {key: (False, True)})
+        if self.sizes(facts.world_size).fsdp > 1 and not self.cpu_offload:
+            sentence = f"Parameters, gradients and optimizer state in host memory: {SLOWER}"
+            yield Saving(sentence, {f"{ARGS}.cpu_offload": (False, True)}, is_on_host=True)
+
+    # ---- messages and time -----------------------------------------------------------------------
+
+    def traffic(self, facts: Facts) -> Iterator[Sent]:
+        for axis in self.active(facts.world_size):
+            if axis.name in TRAFFIC:
+                yield from TRAFFIC[axis.name](self, axis.sizes, facts)
+            else:
+                yield from axis.traffic(facts)
+
+    def allows(self, facts: Facts) -> bool:
+        """Returns whether `fit` accepts it and the formulas apply: a schedule that splits the
+        backward pass recomputes a block twice, and ZBVZeroBubble waits longer with few
+        micro-batches."""
+        sizes, m = self.sizes(facts.world_size), self.accumulation(facts)
+        if facts.checkpointing == "selective" and sizes.ep > 1:
+            return False
+        if sizes.pp == 1:
+            return True
+        least, multiple = needed_micro_batches(self.pp_schedule, sizes.pp)
+        least = max(least, sizes.pp)
+        if self.pp_schedule in SPLIT_BACKWARD and facts.checkpointing != "none":
+            return False
+        if self.pp_schedule == "ZBVZeroBubble":
+            least = (3 * sizes.pp + 1) // 2
+        return m >= least and m % multiple == 0
+
+    def slowdown(self, facts: Facts) -> float:
+        stages, pp = self.stages(facts), self.sizes(facts.world_size).pp
+        waits = facts.pipeline["bubble"] / self.accumulation(facts) if facts.pipeline else 0.0
+        return (1 + waits) * stages.blocks * pp / facts.layers
+
+    def on_host(self, facts: Facts) -> tuple[float, float]:
+        share = self.share(facts) * self.cpu_offload
+        return facts.trainable * share, facts.parameters * share
+
+
+def _pipeline(mesh: MeshSpec, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     """Blocks and micro-batches for every stage, and one pass of the model in a step."""
     schedule = mesh.pp_schedule
     per_rank = stages_per_rank(schedule, mesh.pp_stages_per_rank)
@@ -158,7 +368,7 @@ def _pipeline(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
         yield f"{setup.several_passes} does not work in a pipeline: set {ARGS}.pp_size to 1"
 
 
-def _tensor(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
+def _tensor(mesh: MeshSpec, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     """A plan, and heads that it does not split."""
     size, config = sizes.tp, setup.text_config
     plan = plan_of(setup, "tp", mesh.tp_plan)
@@ -186,7 +396,7 @@ def _tensor(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
             yield f"model.adapter.{key} does not work with tensor parallelism: {way_out}"
 
 
-def _expert(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
+def _expert(mesh: MeshSpec, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     """A plan, and a size that divides ranks and experts."""
     size, fsdp, tp = sizes.ep, sizes.fsdp, sizes.tp
     if size % tp or fsdp * tp % size:
@@ -206,7 +416,7 @@ def _expert(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     yield from measured_refusal(setup, "ep_size > 1")
 
 
-def _sequence(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
+def _sequence(mesh: MeshSpec, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
     """Ranks that share sequences divide tokens and heads."""
     size, tp, key = sizes.cp, sizes.tp, f"{ARGS}.cp_size"
     if setup.model_config is None:
@@ -222,7 +432,7 @@ def _sequence(mesh: Mesh, sizes: MeshSizes, setup: Configured) -> Iterator[str]:
         yield f"cp_size {size} does not divide {whose} {heads} attention heads: edit {key}"
 
 
-REFUSALS: dict[str, Callable[[Mesh, MeshSizes, Configured], Iterator[str]]] = {
+REFUSALS: dict[str, Callable[[MeshSpec, MeshSizes, Configured], Iterator[str]]] = {
     "pp": _pipeline,
     "tp": _tensor,
     "ep": _expert,
@@ -260,3 +470,7 @@ def without_plan(setup: Configured, kind: str, size: int, what: str) -> Iterator
             f"{kind}_size {size}: {no_plan}; set {ARGS}.{kind}_size to 1, or give rules as"
             f" {ARGS}.{kind}_plan"
         )
+
+
+def _ranks(sizes: dict[str, Size]) -> int:
+    return prod(2 if size == "auto" else size for size in sizes.values())

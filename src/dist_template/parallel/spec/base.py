@@ -1,19 +1,28 @@
-"""The memory of a rank, in bytes, by formulas that all strategies share; docs/strategies explains
-them.
+"""What a configured strategy answers before a process starts: its ranks, what it refuses, its
+memory and messages, and its form for a rehearsal. No torch.
 
-Weights, gradients and optimizer state follow from parameters, strategy and precision. Activations
-are traced (`Facts.traced`, within 15 %), or counted as tensors (Korthikanti et al.,
+A strategy's `Spec` is its entry point (`dist_template.strategies`), and names the classes that need
+torch: the strategy's own and its checkpoint format's. docs/extend.md has an example.
+
+Memory is of one rank, in bytes, by formulas that all strategies share; docs/strategies explains
+them. Weights, gradients and optimizer state follow from parameters, strategy and precision.
+Activations are traced (`Facts.traced`, within 15 %), or counted as tensors (Korthikanti et al.,
 arXiv:2205.05198, section 4.1) of blocks with a gated MLP, norms in fp32, fused attention and no
 dropout, which is right within a factor of two."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from __future__ import annotations
 
-from ..configured import ARGS
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from ...errors import InputError
+from ..configured import Configured
 from ..mesh.pipeline.stages import StageFacts
 from .facts import STATE, BlockRun, Facts, Saving, Sent
-from .plain import Plain
+from .refusals import measured_refusal, widths_of_experts
+
+__all__ = ["ReducedStrategy", "Spec"]
 
 LOGIT_BYTES = 12  # per logit in backward: log-probability, its gradient and the logit's, in fp32
 BYTES_IN_4_BITS = 1 / 2 + 1 / 64  # packed, and a scale of 64 weights in 8 bits
@@ -21,19 +30,94 @@ ADAMW_BYTES = 8  # per parameter in fp32: two moments
 MUON_BYTES = 4  # one moment
 SELECTIVE = 0.5  # share of a block's activations that selective checkpointing keeps
 SLOWER = "the optimizer runs on the CPU, and steps take longer."
-FSDP2, ZERO_2 = "strategy/fsdp2", "strategy/zero2"
-FILES: dict[str, dict[str, Any]] = {  # what `savings` proposes in place of DDP
-    FSDP2: {"class_path": "MeshStrategy"},
-    ZERO_2: {"class_path": "ZeroStrategy", "init_args": {"stage": 2}},
-}
 
 
 @dataclass(frozen=True)
-class Estimate(Plain):
-    """Each rank has the full model, and its own batches."""
+class ReducedStrategy:
+    """A strategy on a few processes, for a rehearsal: its `init_args`, ranks, and those with
+    batches of their own; stages of a pipeline; a sentence for each difference from production."""
 
-    STATE: ClassVar[tuple[str, ...]] = STATE
+    arguments: dict[str, Any]
+    processes: int
+    data_parallel: int
+    stages: int = 1
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A configured strategy. Where a class does not say otherwise, each rank has the full model and
+    its own batches."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # trainer.strategy.init_args
+    name: str = ""  # of its class, or Lightning's name of it
+    bases: tuple[str, ...] = ()  # names of that class and its base classes
+
+    is_replicated: ClassVar[bool] = False  # whether the full model is on every rank
+    precisions: ClassVar[tuple[str, ...]] = ()  # that the strategy supports; (): all
     creates_state_at_start: ClassVar[bool] = False  # of the optimizer; else in the first step
+    STATE: ClassVar[tuple[str, ...]] = STATE
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Returns the spec of a strategy with these arguments."""
+        return cls(arguments)
+
+    @staticmethod
+    def strategy_class() -> type | None:
+        """Imports and returns the subclass of Lightning's Strategy that `class_path` names."""
+        return None
+
+    @staticmethod
+    def format_class() -> type | None:
+        """Imports and returns the format of its checkpoints, a CheckpointFormat; None: Lightning's
+        single file."""
+        return None
+
+    # ---- ranks -----------------------------------------------------------------------------------
+
+    def data_parallel(self, world_size: int) -> int:
+        """Returns the number of ranks that read different batches. Raises InputError for sizes that
+        do not fit."""
+        return world_size
+
+    def rows_together(self, world_size: int, micro_batch_size: int) -> int:
+        """Returns the rows that an optimizer step has at least; it has a multiple of them."""
+        return micro_batch_size * self.data_parallel(world_size)
+
+    def axes(self, world_size: int) -> list[str]:
+        """Returns the dimensions of the sharding that are above one, as proof.json names them."""
+        return ["ddp"] if world_size > 1 else []
+
+    def expert_parts(self, world_size: int) -> int:
+        """Returns over how many ranks the width of each expert is divided."""
+        return 1
+
+    def reduced(self, processes: int | None = None) -> ReducedStrategy:
+        """Returns the strategy on `processes`; None: as few as keep each kind of parallelism, at
+        most 4. Raises InputError if the number does not fit."""
+        num = processes or 2
+        return ReducedStrategy(dict(self.arguments), num, num)
+
+    # ---- refusals --------------------------------------------------------------------------------
+
+    def refusals(self, setup: Configured) -> Iterator[str]:
+        """Yields a sentence for each thing of `setup` that cannot work."""
+        given = setup.machine.precision
+        if self.precisions and given not in self.precisions:
+            choice = f"{', '.join(self.precisions[:-1])} or {self.precisions[-1]}"
+            yield f"trainer.precision {given!r} does not exist under {self.name}: set {choice}"
+        if setup.setting("blocks.compile"):
+            yield from measured_refusal(
+                setup, "model.blocks.compile", "whose first steps compile and are no measure"
+            )
+        try:
+            parts = self.expert_parts(setup.machine.world_size)
+        except InputError:
+            return  # of sizes that do not fit, which the strategy reports
+        yield from widths_of_experts(setup, parts)
+
+    # ---- batches ---------------------------------------------------------------------------------
 
     def accumulation(self, facts: Facts) -> int:
         """Returns the micro-batches of an optimizer step."""
@@ -70,15 +154,16 @@ class Estimate(Plain):
         } | self.buffers(facts)
 
     def buffers(self, facts: Facts) -> dict[str, float]:
-        """Returns what is needed besides a rank's shards; without an accumulation, DDP's gradients
-        are its buffers."""
-        if self.data_parallel(facts.world_size) == 1 or self.accumulation(facts) == 1:
-            return {}
-        return {"communication buffers": facts.trainable * self.weight_bytes(facts)}
+        """Returns bytes of a rank besides its shards, by part."""
+        return {}
 
     def share(self, facts: Facts) -> float:
-        """Returns the share of the parameters that a rank stores."""
+        """Returns the share of the parameters that the rank with most of them stores."""
         return 1.0
+
+    def mean_share(self, facts: Facts) -> float:
+        """Returns the mean over ranks of the share of the parameters that a rank stores."""
+        return self.share(facts)
 
     def weight_bytes(self, facts: Facts) -> int:
         """Returns the bytes of a stored weight."""
@@ -134,19 +219,13 @@ class Estimate(Plain):
 
     def savings(self, facts: Facts) -> Iterator[Saving]:
         """Yields changes of the strategy that need less memory, the cheapest first."""
-        if facts.world_size > 1 and facts.precision != "16-mixed":  # which a mesh does not support
-            sentence = "FSDP2: each rank keeps a shard, and gathers a block when it runs."
-            yield Saving(sentence, {"config": ("ddp", FSDP2)})
-        sentence = f"ZeRO stage 2 with optimizer state in host memory: {SLOWER}"
-        changes = {"config": ("ddp", ZERO_2), f"{ARGS}.offload_optimizer": (None, True)}
-        yield Saving(sentence, changes, is_on_host=True)
+        return iter(())
 
     # ---- messages and time -----------------------------------------------------------------------
 
     def traffic(self, facts: Facts) -> Iterator[Sent]:
-        """Yields what a rank sends in an optimizer step: here gradients, once."""
-        n = self.data_parallel(facts.world_size)
-        yield Sent("all_reduce", facts.trainable, self.weight_bytes(facts), n, span=n)
+        """Yields what a rank sends in an optimizer step."""
+        return iter(())
 
     def allows(self, facts: Facts) -> bool:
         """Whether `fit` accepts the checkpointing and the number of micro-batches."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from .base import Estimate
-from .estimates import estimate_of
+from . import spec_of
+from .base import Spec
 
 __all__ = ["Candidate"]
 
@@ -32,7 +32,7 @@ class Candidate:
     name: str  # of the sizes above one
     file: str  # of the library's configs/strategy
     options: dict[str, Any]  # arguments unlike the file's
-    sharding: Estimate
+    spec: Spec
 
     def __str__(self) -> str:
         schedule = self.options.get("pp_schedule")
@@ -50,7 +50,7 @@ class Candidate:
         """Yields all strategies of `nodes` x `devices` ranks, simple ones first; parallel sizes are
         powers of two."""
         world = nodes * devices
-        yield cls("ddp" if world > 1 else "one device", "ddp", {}, estimate_of("ddp"))
+        yield cls("ddp" if world > 1 else "one device", "ddp", {}, spec_of("ddp"))
         for replicas in sorted({1, nodes}):
             for tp, ep in product(_powers(devices), _powers(world // replicas)):
                 if world > 1 and (ep % tp == 0 or ep == 1):
@@ -62,7 +62,7 @@ class Candidate:
                     name,
                     file,
                     options,
-                    estimate_of({"class_path": "ZeroStrategy", "init_args": arguments}),
+                    spec_of({"class_path": "ZeroStrategy", "init_args": arguments}),
                 )
         yield _of_mesh("fsdp2, offload", "fsdp2", {"cpu_offload": True})
         for pp in _powers(nodes if nodes > 1 else devices)[1:]:
@@ -102,7 +102,7 @@ def _of_mesh(
 ) -> Candidate:
     arguments = options | (of_file or {})
     return Candidate(
-        name, file, options, estimate_of({"class_path": "MeshStrategy", "init_args": arguments})
+        name, file, options, spec_of({"class_path": "MeshStrategy", "init_args": arguments})
     )
 
 

@@ -8,7 +8,7 @@ from ..mesh.pipeline.stages import StageFacts
 
 __all__ = ["Facts", "Saving", "Sent"]
 
-STATE = ("weights", "gradients", "optimizer state")  # parts of `Estimate.memory`
+STATE = ("weights", "gradients", "optimizer state")  # parts of `Spec.memory`
 
 
 class BlockRun(NamedTuple):
@@ -55,7 +55,7 @@ class Facts:
     # Measures on the meta device what blocks keep for backward, and the most that exists in
     # backward, in bytes.
     traced: Callable[[BlockRun], tuple[float, float]] | None = (
-        None  # None: `Estimate.activations` counts tensors
+        None  # None: `Spec.activations` counts tensors
     )
 
     @property

@@ -1,6 +1,6 @@
 """ZeroStrategy: DeepSpeed's ZeRO.
 
-spec.py       its configuration, before a start; estimate.py has its memory and messages
+spec.py       its configuration, before a start
 strategy.py   ZeroStrategy
 json.py       completes a DeepSpeed JSON; check.py checks a user's
 format.py     its checkpoints"""

@@ -173,7 +173,7 @@ class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
         )
         assert isinstance(self.config, dict)
         self._given, zero = self.config, self.config["zero_optimization"]
-        self.arguments = {"config": self._given}  # for sharding_of
+        self.arguments = {"config": self._given}  # for spec_of
         # Lightning's arguments set it to true; here it counts if a file says so.
         is_given = config is not None
         self._allows_untested = is_given and self._given.get("zero_allow_untested_optimizer", False)

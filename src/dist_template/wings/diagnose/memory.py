@@ -10,14 +10,14 @@ with tensors."""
 
 from typing import Any
 
-from ...parallel.spec.estimates import Estimate, estimate_of
+from ...parallel.spec import Spec, spec_of
 from ...parallel.spec.facts import Facts
 from ..history import History
 from ..values import GIB
 from .expected import highest
 
 
-def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Estimate, Facts]:
+def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple[Spec, Facts]:
     """Returns the strategy of a run, which needs the fact parameters.total, and the figures that
     its memory is computed from. `changes` are keys whose values differ from the run's
     configuration."""
@@ -38,7 +38,7 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
         known = history.fact(path)
         return known if known else default
 
-    sharding = estimate_of(history.key("trainer.strategy"), changed)
+    spec = spec_of(history.key("trainer.strategy"), changed)
     total = fact("parameters.total")
     # The user's optimizer is at the top of the configuration, the library's in the module.
     optimizer = key("optimizer")
@@ -51,7 +51,7 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
     precision = key("trainer.precision")
     loss_chunk = number("model.loss_chunk", 0)
     pipeline = history.fact("pipeline")
-    return sharding, Facts(
+    return spec, Facts(
         world_size=fact("machine.world_size", 1),
         parameters=total,
         trainable=fact("parameters.trainable", total),
@@ -76,8 +76,8 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
 def parts_of(history: History, changes: dict[str, Any] | None = None) -> dict[str, float]:
     """Returns the estimated bytes of each part; in backward, the gradients of one block's
     activations are added."""
-    sharding, facts = figures_of(history, changes)
-    parts = sharding.memory(facts)
+    spec, facts = figures_of(history, changes)
+    parts = spec.memory(facts)
     parts["activations"] += parts.pop("backward")
     return parts
 

@@ -59,8 +59,8 @@ def memory_use(
     """Divides the measured memory of a rank into parts; if not measured, returns the estimate.
     `memory` is what callbacks/crash.py recorded, `phase` in which the rank ran out of memory.
     `is_first`: no optimizer step had been completed, which creates AdamW's state."""
-    sharding, run = figures_of(history)
-    estimated, parts = parts_of(history), sharding.state(run)
+    spec, run = figures_of(history)
+    estimated, parts = parts_of(history), spec.state(run)
     measured = dict.fromkeys(MEASURED, 0.0)
     for name in MEASURED:
         size_gib = memory.get(f"{name}_gib")
@@ -69,7 +69,7 @@ def memory_use(
     used, limit = measured["used"], measured["total"]
     if not used:
         return MemoryUse(history, estimated, estimated, limit)
-    if is_first and not sharding.creates_state_at_start:
+    if is_first and not spec.creates_state_at_start:
         parts["optimizer state"] = 0.0
         if phase == "forward":
             parts["gradients"] = 0.0
@@ -79,7 +79,7 @@ def memory_use(
     step = rest + measured["asked"]
     if is_first:
         step = max(step, UNDERCOUNTED * per_token)
-    needed = parts | sharding.state(run)
+    needed = parts | spec.state(run)
     for part in PER_TOKEN:
         share = estimated[part] / per_token
         parts[part], needed[part] = rest * share, step * share
@@ -127,7 +127,7 @@ def _smaller_batch(history: History) -> Iterator[Cause]:
 
 
 def _savings(use: MemoryUse) -> Iterator[Saving]:
-    sharding, run = figures_of(use.history)
+    spec, run = figures_of(use.history)
     if not run.loss_chunk or run.loss_chunk > LOSS_CHUNK:
         sentence = "Logits for some tokens at a time: same loss curve, same speed."
         yield Saving(sentence, {"model.loss_chunk": (run.loss_chunk, LOSS_CHUNK)})
@@ -137,14 +137,14 @@ def _savings(use: MemoryUse) -> Iterator[Saving]:
         to = size - 1
         while to > 1 and (size % to or use.frees({"data.micro_batch_size": to}) < use.missing):
             to -= 1
-        now = max(sharding.rows(run) // size, 1)
+        now = max(spec.rows(run) // size, 1)
         more = f"{size // to * now} accumulated instead of {now}"
         sentence = (
             f"Smaller micro-batches, {more}: same global batch, same loss curve, a step takes"
             " somewhat longer."
         )
         yield Saving(sentence, {"data.micro_batch_size": (size, to)})
-    savings = list(sharding.savings(run))
+    savings = list(spec.savings(run))
     yield from filter(lambda saving: not saving.is_on_host, savings)
     if use.history.fact("machine.supports_bf16") and not run.is_half:
         sentence = "Matrix products in bf16: faster; see docs/strategies/numerics.md."

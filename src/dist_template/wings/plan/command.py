@@ -124,7 +124,7 @@ def _row(option: Planned) -> list[str]:
     parts, machine, total, facts = option.parts(), option.machine, option.total(), option.facts
     row = [f"{machine.nodes} x {machine.devices}", str(option.candidate)]
     row += [str(facts.micro_batch_size), facts.checkpointing]
-    state, kept = sum(parts[name] for name in option.sharding.STATE), parts["activations"]
+    state, kept = sum(parts[name] for name in option.spec.STATE), parts["activations"]
     for size in (state, kept, total - state - kept, total):
         row.append(f"{size / GB:.1f}")
     return [

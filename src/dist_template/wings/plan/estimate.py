@@ -39,17 +39,17 @@ class Planned:
     flops_per_token: float
 
     def __post_init__(self) -> None:
-        self.sharding = self.candidate.sharding
+        self.spec = self.candidate.spec
 
     def parts(self) -> dict[str, float]:
         """Returns STATE, MOVING, buffers and the allowance for what is not counted."""
-        memory = self.sharding.memory(self.facts)
+        memory = self.spec.memory(self.facts)
         buffers = sum(
-            size for name, size in memory.items() if name not in (*self.sharding.STATE, *MOVING)
+            size for name, size in memory.items() if name not in (*self.spec.STATE, *MOVING)
         )
         kept, logits, backward = (memory[name] for name in MOVING)
         allowance = CONTEXT + FRAGMENTATION * (kept + max(logits, backward) + buffers)
-        parts = {name: memory[name] for name in (*self.sharding.STATE, *MOVING)}
+        parts = {name: memory[name] for name in (*self.spec.STATE, *MOVING)}
         return parts | {"buffers": buffers, "allowance": allowance}
 
     def total(self) -> float:
@@ -58,7 +58,7 @@ class Planned:
 
     @property
     def is_allowed(self) -> bool:
-        return self.sharding.allows(self.facts)
+        return self.spec.allows(self.facts)
 
     @property
     def fits(self) -> bool:
@@ -76,19 +76,19 @@ class Planned:
 
     def sent(self) -> float:
         """Returns the bytes that a device sends in an optimizer step."""
-        return sum(one.sent for one in self.sharding.traffic(self.facts))
+        return sum(one.sent for one in self.spec.traffic(self.facts))
 
     def seconds(self) -> float:
         """Returns the time of an optimizer step. What no computation waits for is hidden behind
         it."""
-        facts, sharding = self.facts, self.sharding
+        facts, spec = self.facts, self.spec
         tokens = facts.global_batch_size * facts.seq_len / facts.world_size
         compute = (
             tokens * self.flops_per_token * RECOMPUTED[facts.checkpointing] / self.machine.flops
         )
-        compute *= sharding.slowdown(facts)
+        compute *= spec.slowdown(facts)
         hidden = exposed = 0.0
-        for one in sharding.traffic(facts):
+        for one in spec.traffic(facts):
             speed = self.machine.between
             if one.span <= self.machine.devices:
                 speed = self.machine.within
@@ -96,7 +96,7 @@ class Planned:
                 exposed += one.sent / speed
             else:
                 hidden += one.sent / speed
-        updated, fetched = sharding.on_host(facts)  # gradients to the host, weights back
-        exposed += updated * (2 * sharding.weight_bytes(facts) / HOST + 1 / UPDATED)
-        fetches = 2 * sharding.accumulation(facts) * sharding.used_bytes(facts)
+        updated, fetched = spec.on_host(facts)  # gradients to the host, weights back
+        exposed += updated * (2 * spec.weight_bytes(facts) / HOST + 1 / UPDATED)
+        fetches = 2 * spec.accumulation(facts) * spec.used_bytes(facts)
         return max(compute, hidden) + exposed + fetches * fetched / HOST

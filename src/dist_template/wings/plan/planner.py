@@ -22,7 +22,7 @@ class Planner:
         self.traced = Traced(module, data, described.accelerator != "cpu")
         self._config = module.build_config(self.traced.data)
         self._stages = cache(
-            lambda candidate, world: candidate.sharding.stage_facts(self.traced.model, world)
+            lambda candidate, world: candidate.spec.stage_facts(self.traced.model, world)
         )
         self.failed: dict[str, str] = {}  # strategy and checkpointing -> why their trace fails
 
@@ -63,7 +63,7 @@ class Planner:
             if why := self._refusal(candidate, described):
                 refused.append(why)
                 continue
-            rows, left = divmod(batch, candidate.sharding.data_parallel(nodes * devices))
+            rows, left = divmod(batch, candidate.spec.data_parallel(nodes * devices))
             if not left and self.option(candidate, machine, 1, "none").is_allowed:
                 accepted[candidate] = rows
         if not accepted:
@@ -73,7 +73,7 @@ class Planner:
 
     def _refusal(self, candidate: Candidate, described: Described) -> str:
         """Returns why `fit` would refuse a strategy with any micro-batches; "" if it would not."""
-        trainer = {**self._trainer, "strategy": candidate.sharding}
+        trainer = {**self._trainer, "strategy": candidate.spec}
         try:
             self._stages(candidate, described.world_size)
         except InputError as error:  # too few blocks

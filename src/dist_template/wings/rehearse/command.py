@@ -34,7 +34,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     options, flags = rehearse_flags().parse_known_args(argv[1:])
     from ...cli.limits import Machine, violations
     from ...model.proof import remember
-    from ...parallel.spec.estimates import estimate_of
+    from ...parallel.spec import spec_of
     from .checks import run_checks
     from .report import Report, Result
     from .runs import RunFailed
@@ -61,7 +61,7 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
         where = f"{error}; or give --devices, and --nodes, of the machine that has it"
         report.add(Result(REAL_SIZES, "no violation", "not checked", "limit", where))
     else:
-        ranks = estimate_of(trainer["strategy"]).data_parallel(machine.world_size)
+        ranks = spec_of(trainer["strategy"]).data_parallel(machine.world_size)
         rows = getattr(cli.datamodule, "micro_batch_size", None) if small.is_text else None
         small.micro_batches = max(1, cli.datamodule.batch_sizes[0] // rows // ranks) if rows else 1
         saves = settings.last_checkpoint.asynchronous

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...parallel.shrunk import shrunk as shrunk_strategy
+from ...parallel.spec import spec_of
 from ...text.model.causal_lm import EXTRA
 from ...text.objectives.next_token import NextToken
 from ...text.objectives.objective import Objective, objective_for
@@ -105,19 +105,19 @@ def shrink(
     config = copy.deepcopy(given)
     for section in ("model", "data"):  # of a class without arguments there is none
         config.setdefault(section, {})
-    spec = config["trainer"]["strategy"]
-    shrunk = shrunk_strategy(spec, processes)
-    num, notes = shrunk.processes, shrunk.notes
+    strategy = config["trainer"]["strategy"]
+    reduced = spec_of(strategy).reduced(processes)
+    num, notes = reduced.processes, reduced.notes
     is_manual = not getattr(module, "automatic_optimization", True)
-    batches = 1 if is_manual else max(2, shrunk.stages)
-    small = Small(config, num, shrunk.data_parallel, batches, notes, is_manual=is_manual)
+    batches = 1 if is_manual else max(2, reduced.stages)
+    small = Small(config, num, reduced.data_parallel, batches, notes, is_manual=is_manual)
     small.is_plain = model_config is None
-    if isinstance(spec, dict):
-        spec["init_args"] = shrunk.arguments
-        if "process_group_backend" in shrunk.arguments:
-            shrunk.arguments["process_group_backend"] = None  # the default of a CPU
-    elif spec == "auto":
-        spec = "ddp"
+    if isinstance(strategy, dict):
+        strategy["init_args"] = reduced.arguments
+        if "process_group_backend" in reduced.arguments:
+            reduced.arguments["process_group_backend"] = None  # the default of a CPU
+    elif strategy == "auto":
+        strategy = "ddp"
     config["run"] |= {
         "root": str(folder / "runs"),
         "name": "rehearsal",
@@ -129,7 +129,7 @@ def shrink(
         "devices": num,
         "num_nodes": 1,
         "precision": "32-true",
-        "strategy": spec,
+        "strategy": strategy,
         "max_steps": STEPS,
         "max_epochs": None,
         "max_time": None,

@@ -6,7 +6,7 @@ collective of NCCL runs one, so a slow rank shows in `gpu/utilization_min` alone
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ....parallel.spec.estimates import Estimate, estimate_of
+from ....parallel.spec import Spec, spec_of
 from ....parallel.spec.facts import Facts, Sent
 from ...history import History
 from .. import expected, robust
@@ -101,23 +101,23 @@ def _communication(history: History) -> Iterator[Idle]:
     step_s = expected.step_s(history)
     if not history.fact("parameters.total") or not step_s > 0:
         return
-    sharding, facts = figures_of(history)
-    updated, fetched = sharding.on_host(facts)
-    fetches = 2 * sharding.accumulation(facts) * sharding.used_bytes(facts) * fetched
-    host_s = updated * (2 * sharding.weight_bytes(facts) / HOST + 1 / UPDATED) + fetches / HOST
+    spec, facts = figures_of(history)
+    updated, fetched = spec.on_host(facts)
+    fetches = 2 * spec.accumulation(facts) * spec.used_bytes(facts) * fetched
+    host_s = updated * (2 * spec.weight_bytes(facts) / HOST + 1 / UPDATED) + fetches / HOST
     if host_s >= COMMUNICATION * step_s:
         evidence = f"The host updates offloaded weights for {host_s:.2g} of {step_s:.2g} s a step"
         causes = [Cause("The optimizer runs on the host.", _without_offload(history))]
         share = min(host_s / step_s, 1.0)
         yield Idle(share, "the host updates the weights", f"{evidence} (estimate).", causes)
-    messages = [*sharding.traffic(facts)]
+    messages = [*spec.traffic(facts)]
     sent_s = _seconds(history, messages)
     if sent_s >= COMMUNICATION * step_s:
         evidence = (
             f"Messages between ranks take {sent_s:.2g} of {step_s:.2g} s a step (estimate, at"
             f" {WITHIN / 1e9:.0f} GB/s in a node and {BETWEEN / 1e9:.0f} GB/s between nodes)."
         )
-        causes = [*_less_communication(history, sharding, facts, messages)]
+        causes = [*_less_communication(history, spec, facts, messages)]
         yield Idle(min(sent_s / step_s, 1.0), "ranks wait for messages", evidence, causes)
 
 
@@ -132,11 +132,11 @@ def _seconds(history: History, messages: list[Sent]) -> float:
 
 
 def _less_communication(
-    history: History, sharding: Estimate, facts: Facts, messages: list[Sent]
+    history: History, spec: Spec, facts: Facts, messages: list[Sent]
 ) -> Iterator[Cause]:
     """Yields changes with fewer messages for the same samples, if they would help."""
     now_s = _seconds(history, messages)
-    size, accumulated = facts.micro_batch_size, sharding.accumulation(facts)
+    size, accumulated = facts.micro_batch_size, spec.accumulation(facts)
     if accumulated > 1:
         larger = {"data.micro_batch_size": 2 * size}
         changed, figures = figures_of(history, larger)
@@ -197,7 +197,7 @@ def larger_micro_batch(history: History) -> list[Change]:
     total = int(expected.highest(history.key("data.global_batch_size")))
     if not share < ROOMY or not size or not total:
         return []
-    readers = estimate_of(history.key("trainer.strategy")).data_parallel(
+    readers = spec_of(history.key("trainer.strategy")).data_parallel(
         history.fact("machine.world_size") or 1
     )
     accumulated = max(total // (size * readers), 1)
