@@ -6,8 +6,9 @@ Groups: dist_template.verbs: a module with `main(argv, project)`, started by `py
     dist_template.rules: a rule of diagnosis, a function from a run to findings.
     dist_template.launch_targets: a target of `launch --on NAME`. dist_template.strategies: by
     the name of a strategy's class, its Spec (parallel/spec/base.py), which has the class and the
-    format of its checkpoints. dist_template.loggers: classes that `class_path` knows by their
-    names. dist_template.store: this library's alone, the hooks of `run.store`.
+    format of its checkpoints. dist_template.axes: a dimension of MeshStrategy's mesh.
+    dist_template.loggers: classes that `class_path` knows by their names.
+    dist_template.store: this library's alone, the hooks of `run.store`.
 
 A source of text needs none: YAML takes the import path of its class. docs/extend.md has an example
 of each. A value is "module" or "module:attribute". Nothing is imported before `Plugin.load`.

@@ -1,6 +1,5 @@
 """Tensor-parallel plans, shared sequences, an own axis: as one process computes, or refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +9,7 @@ from transformers import AutoConfig
 from dist_template import InputError
 from dist_template.cli.limits import Machine
 from dist_template.compat.transformers import reason_against_sequence_shards
-from dist_template.parallel.mesh import sizes as mesh_sizes
 from dist_template.parallel.mesh.shard import STYLE, complete_plan
-from dist_template.parallel.spec import spec_of
-from dist_template.parallel.spec.facts import Facts, Sent
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Preferences
 from tests.support.limits import violations_of
@@ -95,54 +91,6 @@ def test_a_tied_parameter_that_is_sharded_for_one_owner_alone_is_refused() -> No
     model = build("gpt_neox", tie_word_embeddings=True)
     with pytest.raises(InputError, match="share a parameter, and the plan shards one of them"):
         complete_plan(model, model.tp_plan)
-
-
-class MirrorAxis(mesh_sizes.Axis):
-    """Ranks that repeat each other's work, and compare a checksum of their gradients."""
-
-    name = "mirror"
-    draws_own = False
-    is_proven = False
-
-    def buffers(self, facts: Facts) -> dict[str, float]:
-        return {"checksums": 8.0 * facts.layers}
-
-    def refusals(self, setup: Any) -> Iterator[str]:
-        if self.size > 2:
-            yield f"mirror_size {self.size}: two mirrors are enough"
-
-    def traffic(self, facts: Facts) -> Iterator[Sent]:
-        yield Sent("all_reduce", facts.layers, 8, self.size, self.size)
-
-
-MIRRORED = {"class_path": "MeshStrategy", "dict_kwargs": {"mirror_size": 4}}
-FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_batch_size=8)
-
-
-@pytest.fixture
-def mirrors() -> Iterator[None]:
-    mesh_sizes.AXES.append(MirrorAxis)
-    yield
-    mesh_sizes.AXES.remove(MirrorAxis)
-
-
-@pytest.mark.usefixtures("mirrors")
-def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> None:
-    spec: Any = spec_of(MIRRORED)
-    others = dict.fromkeys(("pp", "dp_replicate", "tp", "ep", "cp"), 1)
-    assert spec.sizes(8) == others | {"fsdp": 2, "mirror": 4}
-    assert spec.data_parallel(8) == 2 and spec.axes(8) == ["fsdp"]
-    assert violations_of(MIRRORED, Machine("cuda", 8)) == ["mirror_size 4: two mirrors are enough"]
-    refused = violations_of(MIRRORED, Machine("cuda", 6))
-    assert any("mirror_size 4 does not make 6" in each for each in refused)
-    memory, alone = spec.memory(FACTS), spec_of("ddp").memory(FACTS)
-    assert memory["weights"] == alone["weights"] and memory["checksums"] == 64
-    sent = [one for one in spec.traffic(FACTS) if one.size == 8]
-    assert sent == [Sent("all_reduce", 8, 8, 4, 4)]
-    small = spec_of(MIRRORED).reduced()
-    assert (small.arguments["mirror_size"], small.processes, small.data_parallel) == (2, 4, 2)
-    half = spec_of({**MIRRORED, "dict_kwargs": {"mirror_size": 2, "fsdp_size": 1}}).reduced(1)
-    assert (half.arguments["mirror_size"], half.processes) == (1, 1)
 
 
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...model.any_module import typed_attribute
 from ...model.balance import BalanceConfig
 from ...parallel.configured import overrides
-from ...parallel.mesh.spec import EXPERTS
+from ...parallel.mesh.plans import EXPERTS
 from ...parallel.own_code import code_of
 from .machine import Setup
 

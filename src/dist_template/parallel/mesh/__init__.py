@@ -1,7 +1,9 @@
 """MeshStrategy: FSDP2, HSDP, tensor, expert, sequence and pipeline parallelism on one mesh.
 
-spec.py       its configuration, before a start; estimate.py has what axes send
-sizes.py      the axes of the mesh, and their sizes
+spec.py       its configuration, before a start: the axes of the mesh, put together
+axes/         one class for each axis: what it refuses, needs and sends
+sizes.py      the sizes of the axes on a number of ranks
+plans.py      what transformers' plans say of a mesh
 strategy.py   MeshStrategy; ranks.py has its processes
 shard.py      shards a model over the mesh
 sequence.py   ranks that share sequences

@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...compat.lightning import set_mesh, start_process_group
 from ..own_format import OwnFormat
 from ..run_strategy import DataRank, RunDefaults, T
+from .axes import all_axes
+from .axes.axis import MeshSizes
 from .pipeline.stages import Schedule
 from .sequence import shard_batch
-from .sizes import AXES, MeshSizes, data_parallel_size, sizes_of
+from .sizes import data_parallel_size, sequence_parts, sizes_of
 
 
 class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
@@ -31,7 +33,7 @@ class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
         # With offload, gradients are in host memory when they are clipped.
         start_process_group(self, "cpu:gloo,cuda:nccl" if self.cpu_offload else None)
         sizes = self.mesh_sizes = sizes_of(self.arguments, self.world_size)
-        dense = [axis.name for axis in AXES if axis.adds_ranks]
+        dense = [axis.name for axis in all_axes() if axis.adds_ranks]
         set_mesh(self, self._mesh_of({name: sizes[name] for name in dense}))
         self.axes = dict(zip(dense, self.device_mesh.get_coordinate() or (), strict=True))
         efsdp = sizes.fsdp * sizes.tp // sizes.ep
@@ -53,7 +55,9 @@ class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
     def data_rank(self) -> DataRank:
         """Which part of the batches this rank reads: the same if ranks differ in pp, tp or cp."""
         number = self._number_along("reads_own_rows")
-        return DataRank(number // self.mesh_sizes.cp, data_parallel_size(self.mesh_sizes))
+        return DataRank(
+            number // sequence_parts(self.mesh_sizes), data_parallel_size(self.mesh_sizes)
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -68,7 +72,7 @@ class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
         """Returns this rank's number among those that differ from it along axes of this kind
         alone."""
         number = 0
-        for axis in AXES:
+        for axis in all_axes():
             if axis.adds_ranks and getattr(axis, kind):
                 number = number * self.mesh_sizes[axis.name] + self.axes[axis.name]
         return number

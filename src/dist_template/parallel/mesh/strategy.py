@@ -38,13 +38,14 @@ from ..configured import overrides
 from ..element_wise import is_known, why_not_on_shards
 from ..own_code import code_of
 from ..starting import Start
+from .axes import ReplicaAxis, TensorAxis, all_axes
+from .axes.axis import Size
 from .pipeline.division import Division
 from .pipeline.partition import facts_of
 from .pipeline.run import Pipeline
-from .pipeline.stages import Layers, Schedule, bounds_between
+from .pipeline.stages import LayerSplit, Schedule, bounds_between
 from .ranks import MeshRanks
 from .shard import complete_plan, shard_by_blocks, shard_by_plan, shard_module
-from .sizes import AXES, ReplicaAxis, Size, TensorAxis
 
 State = dict[str, Any]  # of a module, an optimizer or a training
 
@@ -81,7 +82,7 @@ class MeshStrategy(MeshRanks):
             unsharded gradients: 4 bytes per parameter on every device (2 in bf16-true).
         process_group_backend: torch's name of the backend. null: nccl on GPUs, gloo on CPUs.
         timeout: How long a collective may wait for the other ranks.
-        sizes: Of axes that a package adds to `AXES`, by their keys."""
+        sizes: Of axes that packages add (docs/extend.md), by their keys."""
 
     NAMES: ClassVar[dict[str, dict[str, Any]]] = {  # in Lightning's registry, with arguments
         "fsdp2": {},
@@ -100,7 +101,7 @@ class MeshStrategy(MeshRanks):
         pp_size: Size = 1,
         pp_schedule: Schedule = "1F1B",
         pp_stages_per_rank: int = 2,
-        pp_layers: Layers = "cost",
+        pp_layers: LayerSplit = "cost",
         tp_plan: dict[str, str] | None = None,
         ep_plan: dict[str, str] | None = None,
         cpu_offload: bool = False,
@@ -110,7 +111,7 @@ class MeshStrategy(MeshRanks):
         **sizes: Size,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        if unknown := sizes.keys() - {axis.key for axis in AXES}:
+        if unknown := sizes.keys() - {axis.key for axis in all_axes()}:
             raise InputError(f"MeshStrategy has no {', '.join(sorted(unknown))}: remove it")
         self.arguments = sizes | {
             "fsdp_size": fsdp_size,
@@ -136,7 +137,7 @@ class MeshStrategy(MeshRanks):
 
     def connect(self, model: L.LightningModule) -> None:
         super().connect(model)
-        # Layers are made in __init__, or by the module's own hook, which may place them itself.
+        # LayerSplit are made in __init__, or by the module's own hook, which may place them itself.
         own = model.configure_model if is_overridden("configure_model", model) else None
         set_configure_model(model, partial(self._configure, model, own))
 

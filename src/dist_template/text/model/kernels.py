@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ...compat import transformers as compat
 from ...errors import InputError
+from ...parallel.mesh.axes import SequenceAxis
 from ...parallel.mesh.sequence import IS_SHARD, WHOLE, masks_of_all
-from ...parallel.mesh.sizes import SequenceAxis
 from .positions import positions_of_documents
 
 if TYPE_CHECKING:

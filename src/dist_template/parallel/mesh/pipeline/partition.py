@@ -10,7 +10,7 @@ from torch import nn
 from ....errors import InputError
 from ...blocks import find_blocks
 from .stages import (
-    Layers,
+    LayerSplit,
     StageFacts,
     bounds_between,
     divided,
@@ -68,7 +68,7 @@ class ModelParts:
         return cls(path, found, before, after)
 
 
-def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[int]:
+def blocks_of_stages(model: nn.Module, num_stages: int, layers: LayerSplit) -> list[int]:
     """Returns how many blocks each stage gets. `layers` is a number for each; "even"; or "cost":
     the last stage gets fewer, by the weights of the output layer and of a mean block. Raises
     InputError if they do not fit."""
@@ -89,7 +89,7 @@ def blocks_of_stages(model: nn.Module, num_stages: int, layers: Layers) -> list[
 
 
 def facts_of(
-    model: nn.Module, size: int, schedule: str, interleaved: int, layers: Layers
+    model: nn.Module, size: int, schedule: str, interleaved: int, layers: LayerSplit
 ) -> StageFacts:
     """Returns what facts.json has of `model` on `size` ranks. Raises InputError if it cannot be
     divided."""

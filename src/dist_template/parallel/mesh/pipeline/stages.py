@@ -13,7 +13,7 @@ Schedule = Literal[
 ONE_STAGE = {"GPipe", "1F1B"}  # on each rank
 V_SHAPED = {"ZBVZeroBubble", "DualPipeV"}  # stages go down the ranks and come back
 SPLIT_BACKWARD = {"InterleavedZeroBubble", *V_SHAPED}  # weights' gradients in a pass of their own
-Layers = Literal["cost", "even"] | list[int]
+LayerSplit = Literal["cost", "even"] | list[int]
 
 
 class StageFacts(TypedDict):
