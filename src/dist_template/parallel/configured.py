@@ -61,7 +61,9 @@ class Configured:
         module's is one."""
         find = getattr(self.module, "objective_for", None)
         objective = find(self.data) if callable(find) else None
-        return "" if getattr(objective, "is_one_pass", True) else objective.label
+        if objective is None or objective.is_one_pass:
+            return ""
+        return objective.label
 
     @cached_property
     def callbacks(self) -> list[Any]:
