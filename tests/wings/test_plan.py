@@ -20,6 +20,7 @@ from dist_template.text.objectives.mtp import MtpConfig
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
 from tests import ROOT
+from tests.support import pairs
 from tests.support.memory import Allocated, Live, State
 from tests.support.parity import MODELS
 from tests.support.runs import CONFIGS, OURS, SHIPPED, Workers, refused, run
@@ -113,6 +114,34 @@ def test_predicted_bytes_are_those_of_a_training(flags: Any, tmp_path: Path, cas
     print(f"activations {moving / allocated:.3f} of the measured {allocated / 2**20:.0f} MiB")
     assert predicted == pytest.approx(measured, rel=0.05)
     assert moving == pytest.approx(allocated, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "zero3"], daily=["fsdp2"]))
+def test_a_reference_and_its_logits_are_planned(tmp_path: Path, strategy: str) -> None:
+    """Preferences keep a frozen copy of the model, and the logits of all tokens."""
+    records = pairs.LENGTHS * 20
+    given = [
+        *pairs.flags(tmp_path, records),
+        f"--run.root={tmp_path / 'runs'}",
+        *flags_of(strategy),
+    ]
+    given += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--run.report=false"]
+    given += ["--trainer.precision=32-true", "--model.loss_chunk=64"]
+    train(tmp_path, 2, LLAMA, 4 * ROWS, given, [State(tmp_path), Allocated(tmp_path)])
+    made = planner(LLAMA, 4 * ROWS, SEQ_LEN, "32-true", "cpu")
+    made = Planner(made._module, with_pairs(made.data), {}, Described("cpu", 1, 1, "32-true"))
+    planned = estimate(made, strategy, 2, ROWS)
+    parts, memory = planned.parts(), planned.spec.memory(planned.facts)
+    moving = parts["activations"] + max(parts["logits"], parts["backward"])
+    moving += memory.get("gathered weights", 0)
+    predicted = sum(parts[name] for name in STATE)
+    assert predicted == pytest.approx(most(tmp_path, "state"), rel=0.05)
+    assert moving == pytest.approx(most(tmp_path, "allocated"), rel=0.15)
+
+
+def with_pairs(data: Any) -> SimpleNamespace:
+    return SimpleNamespace(**vars(data), source=SimpleNamespace(pairs=True))
 
 
 STAGES = [

@@ -174,9 +174,9 @@ class Spec:
         return 2 if facts.is_half else self.weight_bytes(facts)
 
     def all_weights(self, facts: Facts) -> float:
-        """Returns the bytes of the unsharded weights."""
-        full = (facts.parameters - facts.in_4_bits) * self.weight_bytes(facts)
-        return full + facts.in_4_bits * BYTES_IN_4_BITS
+        """Returns the bytes of the unsharded weights, of frozen models too."""
+        in_full = facts.parameters - facts.in_4_bits + facts.frozen
+        return in_full * self.weight_bytes(facts) + facts.in_4_bits * BYTES_IN_4_BITS
 
     def block_run(self, facts: Facts) -> BlockRun:
         return BlockRun(

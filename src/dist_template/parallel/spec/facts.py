@@ -29,6 +29,7 @@ class Facts:
     trainable: int
     in_4_bits: int = 0
     matrices: int = 0  # parameters that Muon updates, with one moment; 0 if AdamW updates all
+    frozen: int = 0  # parameters of frozen models besides: a reference, a teacher
     embedding: int = 0
     experts: int = 0  # parameters of all experts
     tp_replicates: int = 0  # parameters that the tensor-parallel plan leaves on every rank

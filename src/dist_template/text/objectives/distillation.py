@@ -68,8 +68,12 @@ class Distillation(NextToken):
             module.model, module.sums, module.loss_chunk, module.reference, self.with_teacher
         )
 
-    def passes(self, module: Any, data: Any) -> tuple[float, float]:
-        return 1.0, 1.0
+    def frozen_parameters(self, module: Any, data: Any, trained: int) -> tuple[int, int]:
+        name = self.config.teacher
+        with torch.device("meta"):
+            teacher = causal_lm(_teacher_config(module, data, name), name, data.vocab_size)
+        number = sum(parameter.numel() for parameter in teacher.parameters())
+        return number, number
 
     def sums(self, module: Any, batch: Batch) -> Sums:
         with as_frozen(module), torch.no_grad(), without_head(module.model) as hidden_states:
@@ -103,7 +107,7 @@ def _build_teacher(module: Any) -> nn.Module:
     layer."""
     data, name = module.data, module.distillation.teacher
     try:
-        config = causal_lm_config({}, name, getattr(module, "attention", None), data)
+        config = _teacher_config(module, data, name)
         vocab_size = config.get_text_config().vocab_size
         if vocab_size < data.vocab_size or not _has_tokenizer(name, data.text_tokenizer):
             raise InputError(
@@ -131,6 +135,10 @@ def _build_teacher(module: Any) -> nn.Module:
         ) from error
     module.frozen_reference = {"name": name}
     return model
+
+
+def _teacher_config(module: Any, data: Any, name: str) -> Any:
+    return causal_lm_config({}, name, getattr(module, "attention", None), data)
 
 
 def _has_tokenizer(name: str, tokenizer: Any) -> bool:

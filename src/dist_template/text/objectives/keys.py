@@ -84,12 +84,12 @@ class WithObjective(TrainingModule):
     def objective_facts(self) -> dict[str, object]:
         """Returns what a run records of its objective."""
         objective = self.active_objective
-        passes, frozen = objective.passes(self, self.data)
+        multiplied, stored = objective.frozen_parameters(self, self.data, self.whole_size.total)
         return {
             "class": type(objective).__name__,
             "in_chunks": objective.in_chunks,
-            "extra_passes": passes,
-            "frozen_copies": frozen,
+            "frozen_multiplied": multiplied,
+            "frozen_stored": stored,
             "no_better": objective.no_better,
         }
 

@@ -9,7 +9,7 @@ in this order:
     a micro-batch       extend_batch on the device, then sums, of which the first is minimized
     a log step          derive
     an evaluation       count, summarize
-    verbs               plan: passes, in_chunks, own_blocks, forwarding, copied
+    verbs               plan: frozen_parameters, in_chunks, own_blocks, forwarding, copied
                         rehearse: phases, and what it learns from
                         evaluate: values or figures, measures, keys_without
                         export: task, part
@@ -180,10 +180,10 @@ class Objective:
 
     # ---- plan ------------------------------------------------------------------------------------
 
-    def passes(self, module: Any, data: Any) -> tuple[float, float]:
-        """Returns the forward passes of frozen models in a step, and the frozen parameters that
-        are stored besides the network's, each as a share of the network's."""
-        return 0.0, 0.0
+    def frozen_parameters(self, module: Any, data: Any, trained: int) -> tuple[int, int]:
+        """Returns how many parameters of frozen models a step multiplies by, and how many are
+        stored besides the network's, which has `trained` parameters."""
+        return 0, 0
 
     def own_blocks(self, network: nn.Module) -> int:
         """Returns how many of the network's blocks, the last ones, are the objective's own."""

@@ -101,8 +101,8 @@ class Pairs(Objective):
         has_base = module.adapter is not None and not module.adapter.trainable
         return self.has_reference and not has_base
 
-    def passes(self, module: Any, data: Any) -> tuple[float, float]:
-        return float(self.has_reference), float(self._needs_copy(module))
+    def frozen_parameters(self, module: Any, data: Any, trained: int) -> tuple[int, int]:
+        return trained * self.has_reference, trained * self._needs_copy(module)
 
     # ---- a micro-batch ---------------------------------------------------------------------------
 

@@ -50,6 +50,8 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
         matrices = fact("parameters.matrices")
     precision = key("trainer.precision")
     loss_chunk = number("model.loss_chunk", 0)
+    if not history.fact("objective.in_chunks", True):
+        loss_chunk = 0
     pipeline = history.fact("pipeline")
     return spec, Facts(
         world_size=fact("machine.world_size", 1),
@@ -57,6 +59,7 @@ def figures_of(history: History, changes: dict[str, Any] | None = None) -> tuple
         trainable=fact("parameters.trainable", total),
         in_4_bits=fact("parameters.in_4_bits"),
         matrices=matrices,
+        frozen=fact("objective.frozen_stored"),
         embedding=fact("parameters.embedding"),
         layers=max(fact("model.layers") + fact("model.predicted"), 1),
         predicted=fact("model.predicted"),

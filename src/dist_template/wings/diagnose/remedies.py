@@ -128,7 +128,8 @@ def _smaller_batch(history: History) -> Iterator[Cause]:
 
 def _savings(use: MemoryUse) -> Iterator[Saving]:
     spec, run = figures_of(use.history)
-    if not run.loss_chunk or run.loss_chunk > LOSS_CHUNK:
+    can_chunk = use.history.fact("objective.in_chunks", True)
+    if can_chunk and (not run.loss_chunk or run.loss_chunk > LOSS_CHUNK):
         sentence = "Logits for some tokens at a time: same loss curve, same speed."
         yield Saving(sentence, {"model.loss_chunk": (run.loss_chunk, LOSS_CHUNK)})
     size = run.micro_batch_size

@@ -37,6 +37,7 @@ class Planned:
     machine: Machine
     facts: Facts
     flops_per_token: float
+    frozen_flops_per_token: float = 0.0  # of a reference's or a teacher's forward pass
 
     def __post_init__(self) -> None:
         self.spec = self.candidate.spec
@@ -83,9 +84,8 @@ class Planned:
         it."""
         facts, spec = self.facts, self.spec
         tokens = facts.global_batch_size * facts.seq_len / facts.world_size
-        compute = (
-            tokens * self.flops_per_token * RECOMPUTED[facts.checkpointing] / self.machine.flops
-        )
+        trained = self.flops_per_token * RECOMPUTED[facts.checkpointing]
+        compute = tokens * (trained + self.frozen_flops_per_token) / self.machine.flops
         compute *= spec.slowdown(facts)
         hidden = exposed = 0.0
         for one in spec.traffic(facts):

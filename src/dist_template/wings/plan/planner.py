@@ -24,6 +24,8 @@ class Planner:
         self._stages = cache(
             lambda candidate, world: candidate.spec.stage_facts(self.traced.model, world)
         )
+        trained = self.traced.facts.parameters
+        self._frozen = self.traced.objective.frozen_parameters(module, self.traced.data, trained)
         self.failed: dict[str, str] = {}  # strategy and checkpointing -> why their trace fails
 
     def options(self, machine: Machine) -> list[Planned]:
@@ -83,6 +85,8 @@ class Planner:
     def option(self, candidate: Candidate, machine: Machine, rows: int, mode: str) -> Planned:
         """Returns the estimate with micro-batches of `rows` sequences."""
         world = machine.nodes * machine.devices
+        objective, loss_chunk = self.traced.objective, self._module.loss_chunk
+        multiplied, stored = self._frozen
         facts = replace(
             self.traced.facts,
             world_size=world,
@@ -92,9 +96,11 @@ class Planner:
             micro_batch_size=rows,
             seq_len=self.data.seq_len,
             global_batch_size=self.data.batch_sizes[1],
-            loss_chunk=self._module.loss_chunk,
+            frozen=stored,
+            loss_chunk=loss_chunk if objective.in_chunks else None,
             on_host=self._described.accelerator == "cpu",
             pipeline=self._stages(candidate, world),
             traced=lambda run: self.traced.activations(rows, *run, mode),
         )
-        return Planned(candidate, machine, facts, self.traced.flops_per_token)
+        # A product of one weight and one activation is two operations.
+        return Planned(candidate, machine, facts, self.traced.flops_per_token, 2.0 * multiplied)

@@ -51,8 +51,8 @@ class Traced:
         self._module, self._on_gpu, self._seq_len = module, on_gpu, data.seq_len
         self._masks = getattr(data, "cross_document_attention", None) is False  # documents apart
         self.model: PreTrainedModel = model
-        self._objective = objective_for(module, data) or NextToken()
-        if own := self._objective.own_blocks(self.model):
+        self.objective = objective_for(module, data) or NextToken()
+        if own := self.objective.own_blocks(self.model):
             del self._blocks[-own:]
         self._kinds: dict[
             tuple[object, ...], list[int]
@@ -112,7 +112,7 @@ class Traced:
             model.get_input_embeddings().register_forward_hook(detach)
             counter = LiveBytes([*model.parameters(), *model.buffers(), tokens, bounds])
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=casts)
-            forwarding = self._objective.forwarding(model, tokens)
+            forwarding = self.objective.forwarding(model, tokens)
             with counter, autocast, forwarding, without_head(model):
                 batch = {"input_ids": tokens, "position_ids": tokens, BOUNDS: bounds}
                 hidden = self._module(batch)
@@ -130,7 +130,7 @@ class Traced:
         setattr(parent, name, nn.ModuleList(self._blocks[number] for number in numbers))
         made = copy.deepcopy(self.model)
         setattr(parent, name, every)
-        self._objective.copied(made)
+        self.objective.copied(made)
         for key, parameter in made.get_submodule(path).named_parameters() if tp > 1 else ():
             style = style_of(self.model, f"{path}.{key}")
             rowwise = style == "rowwise" and parameter.ndim > 1  # its bias is of full length
