@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from .parallel.run_strategy import is_strategy
+from .parallel.rank_view import is_strategy
 from .plugins import STRATEGIES, loaded_parts
 
 if TYPE_CHECKING:

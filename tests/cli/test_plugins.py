@@ -14,7 +14,7 @@ from dist_template import InputError, hooks, plugins
 from dist_template.checkpoint import formats, protocol
 from dist_template.cli.fit import is_logger
 from dist_template.cli.verbs import verbs
-from dist_template.parallel.run_strategy import is_strategy
+from dist_template.parallel.rank_view import is_strategy
 from dist_template.parallel.spec import REPLACED_GROUPS, is_spec, specs
 from dist_template.ranges import Range, checks_of
 from tests.support.extras import write_metadata

@@ -429,10 +429,10 @@ class CarefulSpec(PlainSpec):
 STRATEGY = """
 from lightning.pytorch.strategies import DDPStrategy
 
-from dist_template.parallel.run_strategy import RunDefaults
+from dist_template.parallel.rank_view import RankView
 
 
-class Careful(RunDefaults, DDPStrategy):
+class Careful(RankView, DDPStrategy):
     def __init__(self, most: int = 2) -> None:
         super().__init__(process_group_backend="gloo")
         self.arguments = {"most": most}

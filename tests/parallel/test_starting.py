@@ -13,7 +13,7 @@ from torch.nn.init import orthogonal_, trunc_normal_
 from dist_template.compat.torch import drop_weak_references
 from dist_template.errors import InputError
 from dist_template.parallel import scatter, starting
-from dist_template.parallel.place import in_full
+from dist_template.parallel.place import build_unsharded
 from dist_template.parallel.zero import strategy as zero
 from dist_template.text.model.causal_lm import causal_lm, causal_lm_config
 from zoo.models import VOCABULARY, configured, variants
@@ -41,8 +41,8 @@ class Overridden(nn.Module):
 def test_every_way_to_compute_a_value_is_repeated() -> None:
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    made: Any = in_full(Overridden)
-    again = in_full(Overridden)
+    made: Any = build_unsharded(Overridden)
+    again = build_unsharded(Overridden)
     assert torch.equal(torch.get_rng_state(), state)
     assert made.scaled.weight.std().item() == pytest.approx(0.005, rel=0.1)
     assert (made.scaled.bias == 2).all()
@@ -56,7 +56,7 @@ def test_every_way_to_compute_a_value_is_repeated() -> None:
     first, second = made.state_dict(), again.state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.manual_seed(4)
-    other: Any = in_full(Overridden)
+    other: Any = build_unsharded(Overridden)
     assert not torch.equal(other.scaled.weight, made.scaled.weight)
 
 
@@ -75,7 +75,7 @@ def test_a_tensor_does_not_depend_on_those_before_it() -> None:
     start: Any = starting.start_of(Unusual, lambda model: model, 3)
     for name, expected in reversed([*tensors(Unusual()).items()]):
         assert torch.equal(start.make([name])[name], expected), name
-    assert torch.equal(tensors(in_full(Unusual))["column"], torch.ones(4))
+    assert torch.equal(tensors(build_unsharded(Unusual))["column"], torch.ones(4))
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def test_a_constructor_that_reads_or_hides_values_builds_in_full(read: Any) -> N
             self.largest = read(self.linear.weight.detach())
 
     with pytest.warns(UserWarning, match="each rank builds it in full"):
-        model: Any = in_full(Reads)
+        model: Any = build_unsharded(Reads)
     assert read(model.linear.weight.detach()) == model.largest
     with pytest.raises(InputError, match="weight has no shape before the first batch"):
-        in_full(lambda: nn.LazyLinear(3))
+        build_unsharded(lambda: nn.LazyLinear(3))
 
 
 def test_a_parameter_without_starting_values_is_named() -> None:
@@ -101,7 +101,7 @@ def test_a_parameter_without_starting_values_is_named() -> None:
             nn.init.ones_(self.bias)
 
     with pytest.warns(UserWarning, match="weight has no starting values: write them in build_m"):
-        in_full(lambda: Scaled(3, 3))
+        build_unsharded(lambda: Scaled(3, 3))
 
 
 def test_zero_gives_an_lstm_memory() -> None:
@@ -121,13 +121,13 @@ def test_a_model_above_host_memory_is_refused_before_it_is_allocated(monkeypatch
             self.other = torch.ones(3)  # neither a parameter nor a buffer
 
     with pytest.warns(UserWarning, match="each rank builds it in full"):
-        in_full(Sparse)
+        build_unsharded(Sparse)
     monkeypatch.setattr(starting, "memory_limit", lambda: 64 * 64 * 4)
     with pytest.raises(InputError, match="nor a buffer.*, and 0.0 GiB do not fit this machine's"):
-        in_full(Sparse)
+        build_unsharded(Sparse)
     for read in (lambda x: x.data[0].zero_().max().item(), lambda x: x.to(torch.complex64).conj()):
         with pytest.raises(InputError, match="0.0 GiB do not fit this machine's memory"):
-            in_full(lambda read=read: read(nn.Linear(64, 64).weight))
+            build_unsharded(lambda read=read: read(nn.Linear(64, 64).weight))
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def test_weights_have_the_distribution_of_transformers(kind: str) -> None:
     config = configured(variants(kind)["default"])
     torch.manual_seed(5)
     expected = tensors(causal_lm(copy.deepcopy(config), None, 257))
-    made = tensors(in_full(lambda: causal_lm(config, None, 257)))
+    made = tensors(build_unsharded(lambda: causal_lm(config, None, 257)))
     assert made.keys() == expected.keys()
     for name, values in expected.items():
         values, found = values.double(), made[name].double()
@@ -167,7 +167,7 @@ def published(kind: str, folder: Path) -> Any:
 
 def loaded(folder: Path, vocab_size: int = 257) -> Any:
     config = causal_lm_config({}, str(folder), None, VOCABULARY)
-    return in_full(lambda: causal_lm(config, str(folder), vocab_size))
+    return build_unsharded(lambda: causal_lm(config, str(folder), vocab_size))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpModel
 
 from dist_template import InputError
-from dist_template.parallel.place import in_full
+from dist_template.parallel.place import build_unsharded
 from dist_template.text.objectives.mtp import ACCEPTED, COMPARED, MtpConfig, look_ahead
 from dist_template.wings.rehearse.shrink_model import shrink_architecture
 from tests.support.library import NOT_COUNTED, ChunkedLoss, mtp, safetensors_files
@@ -128,7 +128,7 @@ def test_published_modules_are_read(module: Any, tmp_path: Path, capsys: Any) ->
     weights = {name: tensor.clone() for name, tensor in module.model.state_dict().items()}
     safetensors_files.write_weights(module.model, dict(weights), torch.float32, "5GB", tmp_path)
     given: Any = LanguageModule(pretrained=str(tmp_path), mtp=MtpConfig())
-    for read in (lambda build: build(), in_full):
+    for read in (lambda build: build(), build_unsharded):
         found = read(partial(given.build_network, DATA)).state_dict()
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
@@ -136,7 +136,7 @@ def test_published_modules_are_read(module: Any, tmp_path: Path, capsys: Any) ->
     file = tmp_path / "model.safetensors"
     kept = {name: each for name, each in load_file(file).items() if "layers.3." not in name}
     save_file(kept, file, metadata={"format": "pt"})
-    found = in_full(partial(given.build_network, DATA)).state_dict()
+    found = build_unsharded(partial(given.build_network, DATA)).state_dict()
     assert torch.equal(*(each["mtp.layers.0.enorm.weight"] for each in (found, weights)))
     assert not torch.equal(*(each["mtp.layers.1.eh_proj.weight"] for each in (found, weights)))
     (note,) = re.findall("note: .*", capsys.readouterr().out)

@@ -28,8 +28,8 @@ from .. import weights
 from ..layout import local_shard
 from ..model.any_module import metrics_of
 from ..model.metrics import MetricBuffer
-from ..parallel import run_strategy
-from ..parallel.run_strategy import Layers
+from ..parallel import rank_view
+from ..parallel.rank_view import LocalModel
 from .random_state import get_state, set_state
 
 MOST_MICRO_BATCHES = 8  # that are searched if no loss of a micro-batch shows which one it is
@@ -70,7 +70,7 @@ class Found:
 class Passes:
     """What hooks have noted of the passes of a micro-batch, each () bool on the device."""
 
-    layers: Layers  # of this rank
+    layers: LocalModel  # of this rank
     # name, whether inputs are finite, whether outputs are, in the order in which modules return
     calls: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     first_blocks: list[int] = field(default_factory=list)  # of the stage of each call
@@ -160,7 +160,7 @@ def _chosen(trainer: Any, micro_batches: list[MicroBatch]) -> list[int]:
     if all are finite, or in a pipeline, which returns the sum of their losses with the last.
     Collective."""
     first_few = list(range(min(len(micro_batches), MOST_MICRO_BATCHES)))
-    if run_strategy(trainer.strategy).layers.group is not None:
+    if rank_view(trainer.strategy).layers.group is not None:
         return first_few
     bad: list[int] = []
     for number, micro_batch in enumerate(micro_batches):
@@ -173,7 +173,7 @@ def _chosen(trainer: Any, micro_batches: list[MicroBatch]) -> list[int]:
 def _bad_call(trainer: Any, module: Any, micro_batches: list[MicroBatch]) -> Found | None:
     """Runs the micro-batches under hooks. All ranks run the same number of passes."""
     found = None
-    layers = run_strategy(trainer.strategy).layers
+    layers = rank_view(trainer.strategy).layers
     takes_index = "batch_idx" in inspect.signature(module.training_step).parameters
     for number, micro_batch in enumerate(micro_batches):
         given = (micro_batch.batch, *[micro_batch.index] * takes_index)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import weights
 from ..compat.lightning import validation_may_follow
-from ..parallel import run_strategy
+from ..parallel import rank_view
 
 KEY = "random_state"  # of a checkpoint: one State per rank
 State = dict[str, Any]
@@ -91,7 +91,7 @@ class RandomState(Callback):
             " samples is not affected."
         )
         # Tensor-parallel ranks, which share a batch, share the seed.
-        rank = run_strategy(trainer.strategy).random_rank
+        rank = rank_view(trainer.strategy).random_rank
         entropy = [torch.initial_seed(), checkpoint["global_step"], rank]
         seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
         torch.manual_seed(int(seed >> 1))

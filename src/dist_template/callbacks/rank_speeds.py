@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from .. import weights
 from ..compat.lightning import accumulates
 from ..model.any_module import callbacks_of
-from ..parallel import run_strategy
+from ..parallel import rank_view
 
 SKIPPED_STEPS = 2  # they start kernels, allocators and DDP's buckets
 MEASURED_STEPS = 5
@@ -98,7 +98,7 @@ class MeasureSpeeds(Callback):
         if len(self._own_s) == MEASURED_STEPS:
             self._clock.close()
             self._clock = None
-            self._agree(run_strategy(trainer.strategy).data_rank.rank)
+            self._agree(rank_view(trainer.strategy).data_rank.rank)
 
     def _agree(self, data_rank: int) -> None:
         """Sets the speeds of all ranks. Collective. Ranks that share samples are as fast as the

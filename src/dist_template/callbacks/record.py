@@ -23,7 +23,7 @@ from ..model.balance import Balancer
 from ..model.flops import peak, text_config
 from ..model.proof import waits_of
 from ..observe.history.run import RunFile, without_folder
-from ..parallel import run_strategy
+from ..parallel import rank_view
 from ..records import write_atomically
 from ..run_callback import loggers_of
 
@@ -102,7 +102,7 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         "objective": _objective(module),
         "data": _data(data),
         "machine": _machine(trainer, hosts),
-        "pipeline": run_strategy(trainer.strategy).layers.facts or {},
+        "pipeline": rank_view(trainer.strategy).layers.facts or {},
         "training": {
             "strategy": type(trainer.strategy).__name__,
             "precision": str(trainer.precision),

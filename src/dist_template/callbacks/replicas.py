@@ -31,7 +31,7 @@ from ..compat.torch import is_persistent
 from ..errors import Ended, Exit, InputError
 from ..layout import local_shard, shard_of
 from ..model.any_module import tracks_metrics
-from ..parallel import run_strategy
+from ..parallel import rank_view
 
 EARLY = 2  # steps of an attempt: the rate of the first one may be 0
 COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
@@ -143,7 +143,7 @@ class Replicas(Callback):
     def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Compares the checksums of all ranks. Collective. Raises Ended on all ranks if a tensor's
         replicas differ."""
-        if weights.is_alone() or not run_strategy(trainer.strategy).has_replicas:
+        if weights.is_alone() or not rank_view(trainer.strategy).has_replicas:
             return
         self.share_buffers()  # the newest forward pass has changed each rank's own
         held = self._replicas(module)
@@ -219,7 +219,7 @@ class Replicas(Callback):
         tolerance = 0.0
         is_cpu = trainer.strategy.root_device.type == "cpu"
         if not is_cpu and not torch.are_deterministic_algorithms_enabled():
-            tolerance = run_strategy(trainer.strategy).replica_tolerance
+            tolerance = rank_view(trainer.strategy).replica_tolerance
         if size > tolerance:
             saved = " They are not saved; older checkpoints stay."
             raise Ended(Exit.NON_FINITE, f"training stopped: {sentence}{saved}{causes}")

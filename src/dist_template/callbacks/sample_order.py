@@ -28,7 +28,7 @@ from ..compat.epochs import make_resumable
 from ..compat.lightning import batch_progress, batches_of_epoch, in_sequence, mode_of
 from ..errors import InputError
 from ..model.any_module import callbacks_of, data_of, owns_order
-from ..parallel import run_strategy
+from ..parallel import rank_view
 from ..project import has_command_line
 from .any_loader import (
     Position,
@@ -86,7 +86,7 @@ class SampleOrder(Callback):
         if owns_order(data_of(trainer)):
             return
         make_resumable(trainer)
-        self._rank, self._num_ranks = run_strategy(trainer.strategy).data_rank
+        self._rank, self._num_ranks = rank_view(trainer.strategy).data_rank
         if stage == "fit":
             self._consumed, self._loaded, self._settings = None, {}, {}
             self._generators, self._come_again, self._passes = None, False, {}

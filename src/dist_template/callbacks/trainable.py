@@ -18,7 +18,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ..checkpoint.frozen import CHANGED, restore_trainable
 from ..compat.lightning import after_training, before_training_step
-from ..parallel.run_strategy import RunDefaults, run_strategy
+from ..parallel import rank_view
+from ..parallel.rank_view import RankView
 
 
 class Trainable(Callback):
@@ -55,11 +56,11 @@ class Trainable(Callback):
         named = dict(pl_module.named_parameters())
         self._names, self._parameters = [*named], [*named.values()]
         self._known = [parameter.requires_grad for parameter in self._parameters]
-        strategy = run_strategy(trainer.strategy)
+        strategy = rank_view(trainer.strategy)
         if strategy.keeps_trainable:
             before_training_step(trainer.strategy, lambda: self._compare(strategy))
 
-    def _compare(self, strategy: RunDefaults) -> None:
+    def _compare(self, strategy: RankView) -> None:
         now = [parameter.requires_grad for parameter in self._parameters]
         if now == self._known:
             return

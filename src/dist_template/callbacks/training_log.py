@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..compat.lightning import accumulates, has_passed, last_step, log_at_optimizer_steps
 from ..model.any_module import metrics_of, tracks_metrics
-from ..parallel import run_strategy
+from ..parallel import rank_view
 from ..run_callback import run_callbacks
 
 
@@ -57,7 +57,7 @@ class TrainingLog(Callback):
         for callback in callbacks:
             callback.before_log_step(trainer, pl_module)
         rank, ranks = trainer.global_rank, trainer.world_size
-        agree = run_strategy(trainer.strategy).layers.all_names
+        agree = rank_view(trainer.strategy).layers.all_names
         metrics = buffer.read(_sum_over_ranks, pl_module.device, rank, ranks, agree)
         derive = getattr(pl_module, "derive", None)
         if tracks_metrics(pl_module) and callable(derive):

@@ -16,7 +16,7 @@ from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import accumulates, timeout_of
 from ..compat.torch import limit_collectives, process_groups
 from ..errors import check_least
-from ..parallel import run_strategy
+from ..parallel import rank_view
 from ..project import has_command_line
 from ..ranges import Timeout
 
@@ -58,7 +58,7 @@ class Watchdog(Callback):
         elif step < 0:
             return f"start-up, {phase}"
         number = batch % trainer.accumulate_grad_batches + 1
-        layers = run_strategy(trainer.strategy).layers
+        layers = rank_view(trainer.strategy).layers
         return f"step {step}, {layers}micro-batch {number}, {phase}"
 
     # ---- progress --------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ..layout import refuse_lazy
 from ..model import any_module
 from ..model.optim import OptimConfig
 from ..observe.history.run import PLACEHOLDER, replaced
-from ..parallel.run_strategy import is_strategy
+from ..parallel.rank_view import is_strategy
 from ..plugins import STRATEGIES, PluginError, loaded, loaded_parts, note
 from ..project import Project
 from . import limits, ranges, strategy_names

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
-from ..parallel import run_strategy
+from ..parallel import rank_view
 
 NOT_COUNTED = -100  # a label that cross_entropy ignores
 FOLD = 64  # values of a metric are summed when they are so many; each takes 512 bytes of a GPU
@@ -137,7 +137,7 @@ class SplitMeans:
     def read(self, strategy: Strategy) -> dict[str, float]:
         """Returns means, by one collective and one device-to-host copy; NaN if no token counts."""
         sums = torch.stack(list(self._sums.values()))
-        reduced = run_strategy(strategy).sum_of_batches(sums)
+        reduced = rank_view(strategy).sum_of_batches(sums)
         totals = dict(zip(self._sums, reduced.tolist(), strict=True))
         tokens = totals.pop("")
         if tokens == 0:

@@ -14,9 +14,9 @@ from ..checkpoint.frozen import FrozenHash
 from ..compat.transformers import cast_experts
 from ..errors import InputError
 from ..layout import clip_by_norm
-from ..parallel import run_strategy
+from ..parallel import rank_view
 from ..parallel.blocks import BlockConfig
-from ..parallel.place import in_full, place
+from ..parallel.place import build_unsharded, place
 from ..records import flatten
 from .any_module import data_of
 from .balance import BalanceConfig, Balancer
@@ -102,7 +102,7 @@ class TrainingModule(L.LightningModule):
         cast_experts()
         self.frozen = FrozenHash()
         self.model = place(build, self.trainer.strategy, self.blocks, self.frozen).train()
-        strategy = run_strategy(self.trainer.strategy)
+        strategy = rank_view(self.trainer.strategy)
         self.balancer = Balancer(
             self.model, self.balance, strategy.layers.group, strategy.sequence_group
         )
@@ -116,7 +116,7 @@ class TrainingModule(L.LightningModule):
         """Returns the network with the weights from which a training starts, in this process and in
         full."""
         self.frozen = FrozenHash()
-        return in_full(partial(self.build_network, data), self.frozen)
+        return build_unsharded(partial(self.build_network, data), self.frozen)
 
     def track(self, name: str, value: Tensor) -> None:
         """Logs the mean of `value` over ranks and steps since the last log step; no device sync."""
@@ -142,7 +142,7 @@ class TrainingModule(L.LightningModule):
                 " number"
             )
         trainer = self.trainer
-        group = run_strategy(trainer.strategy).layers.batch_group
+        group = rank_view(trainer.strategy).layers.batch_group
         optimizer = build_optimizer(self, self.optim, trainer.scaler is not None, group)
         batches = getattr(trainer, "val_check_interval", None)
         if not isinstance(batches, int):  # a share of an epoch
@@ -162,7 +162,7 @@ class TrainingModule(L.LightningModule):
             for parameter in self.parameters():
                 torch.nn.utils.clip_grad_value_(parameter, gradient_clip_val)
             gradient_clip_val = None
-        norm_of = run_strategy(self.trainer.strategy).layers.norm
+        norm_of = rank_view(self.trainer.strategy).layers.norm
         norm = clip_by_norm(self.parameters(), gradient_clip_val, norm_of)
         if norm is not None:  # DeepSpeed clips in its own step and reports the norm itself
             self.track("train/grad_norm", norm)

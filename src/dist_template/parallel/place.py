@@ -14,7 +14,7 @@ from .. import weights
 from ..checkpoint.frozen import FrozenHash
 from . import scatter
 from .blocks import BlockConfig, wrap_blocks
-from .run_strategy import run_strategy
+from .rank_view import rank_view
 from .starting import Build, start_of
 
 
@@ -28,13 +28,13 @@ def place(
     seed = weights.broadcast(torch.initial_seed())
     start = start_of(build, strategy.precision_plugin.convert_module, seed, frozen)
     # Dropout differs between ranks that have different tokens, and only between those.
-    answers = run_strategy(strategy)
+    answers = rank_view(strategy)
     torch.manual_seed(seed + answers.random_rank)
     wrap_blocks(start.model, blocks)
     return answers.shard(start)
 
 
-def in_full(build: Build, frozen: FrozenHash | None = None) -> nn.Module:
+def build_unsharded(build: Build, frozen: FrozenHash | None = None) -> nn.Module:
     """Returns the model that `build` makes, with the weights that `place` gives it, in this
     process' host memory."""
     start = start_of(build, lambda model: model, torch.initial_seed(), frozen)

@@ -38,7 +38,7 @@ from ..cluster.signals import isolate_worker
 from ..compat.epochs import begin_step, make_resumable
 from ..errors import InputError
 from ..model.any_module import size_of
-from ..parallel import run_strategy
+from ..parallel import rank_view
 from ..ranges import Folder, PositiveFloat, PositiveInt, Range, Seed, ShareBelowOne
 from . import auto
 from .batches.loader import COUNTED, Accumulations, Counted, StepLoader, TokensPerMicroBatch
@@ -347,7 +347,7 @@ class PackedText(L.LightningDataModule):
             self.require()
         if self.trainer is None:
             return
-        self.rank, self.world_size = run_strategy(self.trainer.strategy).data_rank
+        self.rank, self.world_size = rank_view(self.trainer.strategy).data_rank
         if stage != "fit":
             return
         self.check(self.world_size)

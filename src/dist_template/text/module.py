@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ..checkpoint.frozen import exclude_frozen
 from ..errors import InputError
 from ..model.metrics import SplitMeans
-from ..parallel import run_strategy
+from ..parallel import rank_view
 from ..parallel.configured import NOT_READ_YET, Configured
-from ..parallel.place import in_full
+from ..parallel.place import build_unsharded
 from ..ranges import PositiveInt, Range
 from . import auto
 from .model.adapters import AdapterConfig, add_adapters, proof_axes
@@ -98,7 +98,7 @@ class TextModule(WithObjective):
 
     def base_on_host(self, data: Any) -> nn.Module:
         """Returns what adapters are added to, likewise."""
-        return in_full(partial(self.build_base, data))
+        return build_unsharded(partial(self.build_base, data))
 
     def build_base(self, data: Any) -> nn.Module:
         """Returns the network of `build_model`, with what the objective needs in it."""
@@ -179,7 +179,7 @@ class TextModule(WithObjective):
                     means[f"{source}/{name}"] = mean
             return means
 
-        means = run_strategy(self.trainer.strategy).layers.from_last(compute)
+        means = rank_view(self.trainer.strategy).layers.from_last(compute)
         self.log_eval({f"{prefix}/{name}": mean for name, mean in means.items()})
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...compat.lightning import set_mesh, start_process_group
 from ..own_format import OwnFormat
-from ..run_strategy import DataRank, RunDefaults, T
+from ..rank_view import DataRank, RankView, T
 from .axes import all_axes
 from .axes.axis import MeshSizes
 from .pipeline.stages import Schedule
@@ -17,7 +17,7 @@ from .sequence import shard_batch
 from .sizes import data_parallel_size, sequence_parts, sizes_of
 
 
-class MeshRanks(RunDefaults, OwnFormat, ModelParallelStrategy):
+class MeshRanks(RankView, OwnFormat, ModelParallelStrategy):
     """What shard.py and the pipeline read of a MeshStrategy, which describes its arguments."""
 
     arguments: dict[str, Any]

@@ -21,7 +21,7 @@ from ...compat import replaced
 from ...compat import transformers as compat
 from ...errors import InputError
 
-WHOLE = "whole_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
+UNSHARDED = "unsharded_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
 
 
@@ -33,7 +33,7 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
     shape, num = batch["input_ids"].shape, group.size()
     if shape[1] % num:
         raise InputError(f"{shape[1]} tokens cannot be shared by cp_size {num}: edit data.seq_len")
-    sharded = batch | {WHOLE: batch["position_ids"], "whole_input_ids": batch["input_ids"]}
+    sharded = batch | {UNSHARDED: batch["position_ids"], "unsharded_input_ids": batch["input_ids"]}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.shape[:2] == shape:
             sharded[name] = value.chunk(num, dim=1)[group.rank()].contiguous()

@@ -32,7 +32,7 @@ from ..configured import Configured, Hardware, is_users
 from ..element_wise import is_element_wise, is_known
 from ..own_code import code_of
 from ..own_format import OwnFormat
-from ..run_strategy import RunDefaults
+from ..rank_view import RankView
 from ..starting import Start
 from . import check as deepspeed_check
 from . import json as config_file
@@ -119,7 +119,7 @@ class ZeroPrecision(EnginePrecision):
         return False, -1.0 if skipped else float(engine.get_global_grad_norm())
 
 
-class ZeroStrategy(RunDefaults, OwnFormat, compat.EngineStrategy):
+class ZeroStrategy(RankView, OwnFormat, compat.EngineStrategy):
     """Shards by DeepSpeed's ZeRO.
 
     Offloaded state is updated by torch's fused AdamW on the CPU, not by DeepSpeed's: the results

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...compat import transformers as compat
 from ...errors import InputError
 from ...parallel.mesh.axes import SequenceAxis
-from ...parallel.mesh.sequence import IS_SHARD, WHOLE, masks_of_all
+from ...parallel.mesh.sequence import IS_SHARD, UNSHARDED, masks_of_all
 from .positions import positions_of_documents
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def known_documents(
             documents would attend to each other."""
     from transformers import masking_utils
 
-    bounds, full = batch.get(BOUNDS), batch.get(WHOLE)
-    num_rows, seq_len = batch.get(WHOLE, batch["input_ids"]).shape
+    bounds, full = batch.get(BOUNDS), batch.get(UNSHARDED)
+    num_rows, seq_len = batch.get(UNSHARDED, batch["input_ids"]).shape
     is_flash = "flash" in (compat.attention_of(model) or "")
     if bounds is None:
         if full is not None or (is_flash and num_rows > 1):

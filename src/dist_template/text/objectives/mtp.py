@@ -23,7 +23,7 @@ from ...by_tokens import NonNegativeByTokens, check_phases
 from ...compat import replaced
 from ...model.any_module import value_now
 from ...model.metrics import NOT_COUNTED
-from ...parallel.mesh.sequence import WHOLE
+from ...parallel.mesh.sequence import UNSHARDED
 from ..model.causal_lm import read_modules
 from ..model.head import ChunkedLoss, without_head
 from ..model.mtp import NAME, Predictor, add_modules
@@ -121,7 +121,7 @@ class MultiToken(NextToken):
         found["mtp_loss"] = predicted.detach()
         if not torch.is_grad_enabled():
             tokens = [_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts]
-            group = module.trainer.strategy.sequence_group if WHOLE in batch else None
+            group = module.trainer.strategy.sequence_group if UNSHARDED in batch else None
             self.accepted = accepted(tokens, labels, group)
             found[ACCEPTED], found[COMPARED] = self.accepted.sum((1, 2, 3))
         return found

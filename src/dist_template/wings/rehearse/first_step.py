@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
 from ...compat.randomness import turn_dropout_off, use_running_statistics
-from ...parallel import run_strategy
+from ...parallel import rank_view
 from ...project import is_users
 from ...text.datamodule import PackedText
 from ...weights import from_all_ranks
@@ -86,7 +86,7 @@ class FirstStep(Callback):
                 vars(owner).pop("train_dataloader", None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        layers = run_strategy(trainer.strategy).layers
+        layers = rank_view(trainer.strategy).layers
         self._group = layers.group
 
         def tensors() -> dict[str, Tensor] | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...layout import shard_of
 from ...model.any_module import metrics_of, results_of
-from ...parallel import run_strategy
+from ...parallel import rank_view
 from ...weights import gather
 from . import same_draws
 
@@ -45,7 +45,7 @@ class Recorder(Callback):
         self._file = (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8", buffering=1)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        rank = run_strategy(trainer.strategy).data_rank.rank
+        rank = rank_view(trainer.strategy).data_rank.rank
         self._write("run", folder=str(self.run), dp_rank=rank)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -110,7 +110,7 @@ def samples_in(batch: Any) -> Tensor:
 
 def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Mapping):
-        if (tokens := batch.get("whole_input_ids", batch.get("input_ids"))) is not None:
+        if (tokens := batch.get("unsharded_input_ids", batch.get("input_ids"))) is not None:
             return _first_tensor(tokens)
         batch = [*batch.values()]
     if isinstance(batch, list | tuple):

@@ -30,7 +30,7 @@ from ....compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ....errors import InputError
 from ....layout import joint_norm, layout, local_shard
 from ....weights import from_all_ranks
-from ...run_strategy import Layers, T
+from ...rank_view import LocalModel, T
 from ..ranks import MeshRanks
 from .division import Division, StageEnd
 from .schedule import SCHEDULES, AddedLoss, Stage, unreduced
@@ -40,7 +40,7 @@ Args = tuple[object, ...]  # of a step
 Shapes = tuple[object, ...]
 
 
-class Pipeline(Layers):
+class Pipeline(LocalModel):
     """This rank's part of a pipeline; `model` is divided, sharded, and on its device."""
 
     def __init__(

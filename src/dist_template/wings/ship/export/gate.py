@@ -13,6 +13,7 @@ from torch import Tensor
 from ....errors import InputError
 from ....progress import Progress
 from ....text.model.causal_lm import auto_class
+from ....text.model.mtp import NAME as MODULES
 from ....text.model.published import PublishedWeights
 from .trained import Trained
 
@@ -106,7 +107,7 @@ class Gate:
         if found != expected:
             names = [name for name, value in expected.items() if found.get(name) != value]
             raise InputError(f"{OTHER}: its configuration has other {', '.join(names)}")
-        kind = auto_class(config, with_modules=hasattr(trained.model, "mtp"))
+        kind = auto_class(config, with_modules=hasattr(trained.model, MODULES))
         published = PublishedWeights(str(folder), kind, config)
         for name in published.differing(trained.stored, getattr(torch, dtype)):
             raise InputError(f"{OTHER}: its {name} has other values")

@@ -24,7 +24,7 @@ class DataRank(NamedTuple):
     size: int
 
 
-class Layers:
+class LocalModel:
     """The model's layers on this rank: all of them. A pipeline has another class."""
 
     group: dist.ProcessGroup | None = None  # of the ranks that have the other layers
@@ -77,10 +77,10 @@ class Layers:
         return 0
 
 
-class RunDefaults:
+class RankView:
     """The answers of DDP, one device and other strategies of Lightning's."""
 
-    layers = Layers()  # the model's layers on this rank
+    layers = LocalModel()  # the model's layers on this rank
     sequence_group: dist.ProcessGroup | None = None  # of the ranks that share this rank's sequences
     replica_tolerance = (
         0.0  # by how much of their norm replicas may differ on a GPU, by rounding alone
@@ -124,7 +124,7 @@ class RunDefaults:
         return self.lightning.reduce(sums, self.layers.batch_group, reduce_op="sum")
 
 
-class PlainStrategy(RunDefaults):
+class PlainStrategy(RankView):
     """A strategy of Lightning's own."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -149,9 +149,9 @@ class PlainStrategy(RunDefaults):
         wrap_again(self.lightning)
 
 
-def run_strategy(strategy: Strategy | RunDefaults) -> RunDefaults:
+def rank_view(strategy: Strategy | RankView) -> RankView:
     """Returns the answers of `trainer.strategy`."""
-    return strategy if isinstance(strategy, RunDefaults) else PlainStrategy(strategy)
+    return strategy if isinstance(strategy, RankView) else PlainStrategy(strategy)
 
 
 def is_strategy(value: object) -> bool:
