@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
-from dist_template import weights
+from dist_template import processes
 from dist_template.callbacks.global_order import GlobalOrder
 from dist_template.callbacks.random_state import RandomState
 from dist_template.checkpoint import commit
@@ -181,8 +181,10 @@ def gathered(num: int, quick: bool) -> Measured:
         found[f"{what}, MB of rank 0"] = world.bytes / 1e6
 
     def names() -> None:
-        weights.distinct({f"model.layers.{n // 15}.weight_{n}": (7168, 2048) for n in range(909)})
-        weights.broadcast(len(weights.to_rank_zero([*range(2**60, 2**60 + 909)])))  # of replicas
+        processes.distinct({f"model.layers.{n // 15}.weight_{n}": (7168, 2048) for n in range(909)})
+        processes.broadcast(
+            len(processes.to_rank_zero([*range(2**60, 2**60 + 909)]))
+        )  # of replicas
 
     def hash_own(value: Any, rank: int) -> Any:
         return (None, {f"__{rank}_0.distcp": [1, 0]}) if isinstance(value[1], dict) else value
@@ -272,7 +274,7 @@ def started(quick: bool) -> Measured:
             exchange(outgoing, incoming, group)
 
     # a fake group sends nothing
-    alone = patch.object(weights, "broadcast", lambda value, _=None: value)
+    alone = patch.object(processes, "broadcast", lambda value, _=None: value)
     with clocked(found, "CPU s of a rank"), patch.object(scatter, "_exchange", counted), alone:
         start = start_of(
             lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),

@@ -4,7 +4,7 @@
 from pathlib import Path
 from typing import Any
 
-from dist_template import weights
+from dist_template import processes, weights
 from dist_template.callbacks import global_order, numerics, preemption
 from dist_template.callbacks.training_log import logs
 from dist_template.checkpoint import commit, formats, manifest

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.library import commit, manifest, weights
+from tests.support.library import commit, manifest, processes
 from tests.support.runs import Workers
 from tests.support.strategies import ARGS, flags_of
 from tests.support.wings import RunRecord
@@ -24,7 +24,7 @@ OPERATIONS: dict[str, Any] = {
     "rename": Path,
     "fsync": os,
     "rmtree": shutil,
-    "to_rank_zero": weights,
+    "to_rank_zero": processes,
 }
 FILE_ARGUMENT = {"save": 1, "write_text": 0}
 

@@ -25,7 +25,7 @@ from dist_template.wings.store.callback import upload_files
 from dist_template.wings.store.hooks import copy_run, store_refuses
 from dist_template.wings.store.remote import Remote
 from tests.support.injury import kill
-from tests.support.library import commit, manifest, read_full, weights
+from tests.support.library import commit, manifest, processes, read_full
 from tests.support.runs import StopAfter, Workers, logged, newest, only_run, refused, run
 from tests.support.saves import crash
 from tests.support.stores import Nodes, Saving, can_mount, empty
@@ -185,7 +185,7 @@ def train(rank: int, disk: Path, store: str, durable: int, hurt: int, at: int) -
     folder, step = Path("one"), 0
     saving, checkpoints = Saving(store, folder, rank), folder / "checkpoints"
     copy_run(Remote(store) / "one", folder, rank == 0, checkpoints, checkpoints)
-    if all(weights.from_all_ranks(bool(manifest.found(checkpoints)))):
+    if all(processes.from_all_ranks(bool(manifest.found(checkpoints)))):
         path = manifest.agreed(checkpoints)
         step = manifest.step_of(path)
         assert {(path / f"{each}").read_text() for each in (0, 1)} == {f"{step}" * 1000}

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.serialization import config as serialization
 
-from .. import weights
+from .. import disks, processes
 from ..cluster.watchdog import WATCHDOG
 from ..compat.lightning import checkpoint_of, timeout_of
 from ..errors import reason
@@ -58,7 +58,7 @@ class SaveError(Exception):
 def save(trainer: L.Trainer, path: Path, **notes: object) -> None:
     """Commits the present state as `path`, with `notes` in its manifest. Collective; raises
     SaveError."""
-    path, checkpoint = Path(weights.broadcast(str(path))), plain(checkpoint_of(trainer))
+    path, checkpoint = Path(processes.broadcast(str(path))), plain(checkpoint_of(trainer))
     entries = training_entries(trainer) | notes
     write_into(
         path,
@@ -77,10 +77,10 @@ def write_into(
 ) -> None:
     """Commits what all ranks `write` into a temporary folder as `path`, then calls `on_commit` of
     callbacks with the path and the files that this rank has hashed. Collective in `group`."""
-    ranks = [*range(weights.world_size(group))]
+    ranks = [*range(processes.world_size(group))]
     if STORE in entries:  # each node may have a disk of its own
-        ranks = weights.peers(path.parent, group)
-        if weights.rank(group) == ranks[0]:
+        ranks = disks.peers(path.parent, group)
+        if processes.rank(group) == ranks[0]:
             _LED.add(path.parent)
     temporary = begin(path, group, ranks)
     failure = disk_error(lambda: write(temporary))
@@ -95,7 +95,7 @@ _LED: set[Path] = set()
 
 def leads(folder: Path) -> bool:
     """Returns whether this rank deletes checkpoints in `folder`: the first rank that sees it."""
-    return weights.is_rank_zero() or folder in _LED
+    return processes.is_rank_zero() or folder in _LED
 
 
 def training_entries(trainer: L.Trainer) -> Entries:
@@ -119,7 +119,7 @@ def begin(path: Path, group: Group = None, ranks: Sequence[int] = (0,)) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
 
-    if weights.rank(group) == ranks[0]:
+    if processes.rank(group) == ranks[0]:
         failure = disk_error(create)
     _to_rank_zero(temporary, failure, None, group)
     return temporary
@@ -141,21 +141,21 @@ def finish(
     Raises:
         SaveError: on all ranks, if a disk refused a write of one; the temporary folder is
             deleted."""
-    temporary, ranks = _hidden(path, "tmp"), ranks or range(weights.world_size(group))
+    temporary, ranks = _hidden(path, "tmp"), ranks or range(processes.world_size(group))
     # A network file system may list a new file late, but not to the rank that wrote it: ranks send
     # what rank 0 misses.
     _to_rank_zero(temporary, failure, None, group)  # all have written
     own = {
         file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if file.is_file()
     }
-    if len(ranks) == weights.world_size(group):
-        listed = {*weights.broadcast(own, group)}
+    if len(ranks) == processes.world_size(group):
+        listed = {*processes.broadcast(own, group)}
         missed = _to_rank_zero(temporary, None, own - listed, group)
-        here = sorted(listed.union(*weights.broadcast([each for each in missed if each], group)))
+        here = sorted(listed.union(*processes.broadcast([each for each in missed if each], group)))
     else:  # each node has its own files, which are few
-        of_ranks = weights.from_all_ranks(own, group)
+        of_ranks = processes.from_all_ranks(own, group)
         here = sorted(set().union(*(of_ranks[rank] for rank in ranks)))
-    assigned = here[ranks.index(weights.rank(group)) :: len(ranks)]
+    assigned = here[ranks.index(processes.rank(group)) :: len(ranks)]
     hashes: Files = {}
     failure = disk_error(lambda: _flush_and_hash(temporary, assigned, hashes))
     of_all: Files = {}
@@ -163,8 +163,10 @@ def finish(
         of_all |= of_rank
     entries = {"format": FORMAT, **entries, "time": time.time()}
     entries["files"] = {file: of_all[file] for file in sorted(of_all)}
-    text = weights.broadcast(manifest.rendered(entries) if weights.rank(group) == 0 else "", group)
-    if weights.rank(group) == ranks[0]:
+    text = processes.broadcast(
+        manifest.rendered(entries) if processes.rank(group) == 0 else "", group
+    )
+    if processes.rank(group) == ranks[0]:
         failure = disk_error(lambda: _commit(temporary, path, text))
     _to_rank_zero(temporary, failure, None, group)
     return hashes
@@ -181,7 +183,7 @@ def disk_error(write: Callable[[], object]) -> str | None:
         return None
     except (OSError, RuntimeError, CheckpointException) as error:
         # torch's distributed format raises a CheckpointException with the errors of all ranks.
-        failures = getattr(error, "failures", {weights.rank(): (error, None)})
+        failures = getattr(error, "failures", {processes.rank(): (error, None)})
         sentences = []
         for rank, (cause, _) in failures.items():
             if isinstance(cause, OSError):
@@ -250,10 +252,10 @@ def _hidden(path: Path, suffix: str) -> Path:
 def _to_rank_zero(temporary: Path, failure: str | None, value: T, group: Group) -> list[T]:
     """Returns every rank's `value` on rank 0, [] on the others, once all ranks have come here; if
     one has a failure, raises SaveError on all ranks. Rank 0 deletes the temporary folder then."""
-    answers = weights.to_rank_zero((failure, value), group)
+    answers = processes.to_rank_zero((failure, value), group)
     failures = [why for why, _ in answers if why]
-    if refusal := weights.broadcast(failures[:1], group):
-        if weights.rank(group) == 0 or temporary.parent in _LED:
+    if refusal := processes.broadcast(failures[:1], group):
+        if processes.rank(group) == 0 or temporary.parent in _LED:
             shutil.rmtree(temporary, ignore_errors=True)
         raise SaveError(refusal[0])
     return [result for _, result in answers]
@@ -292,7 +294,7 @@ class BackgroundSaver:
         """Copies the present state, and starts to write it as `path`. Collective; call `wait`
         before the next."""
         assert self._save is None
-        path, checkpoint = Path(weights.broadcast(str(path))), plain(checkpoint_of(trainer))
+        path, checkpoint = Path(processes.broadcast(str(path))), plain(checkpoint_of(trainer))
         write = format_for(trainer.strategy).stage(checkpoint, self._stager.stage, self._group)
         entries = training_entries(trainer)
         self._save = self._thread.submit(write_into, path, entries, write, self._group, trainer)

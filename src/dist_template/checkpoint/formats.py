@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.utils.serialization import config
 
-from .. import weights
+from .. import processes
 from ..compat.torch import tree_map
 from ..errors import InputError, first_line
 from ..layout import full_shape
@@ -106,14 +106,14 @@ def verified(
             frozen base, or is another model's."""
     path = agreed(path, needed)
     shapes: Shapes = {}
-    for of_rank in weights.distinct(_shapes(module.state_dict(keep_vars=True))).values():
+    for of_rank in processes.distinct(_shapes(module.state_dict(keep_vars=True))).values():
         shapes |= of_rank  # in a pipeline, each rank has its stages'
     expected = shapes if is_strict else None
     opened = None
     with agreed_on_errors():
-        if weights.is_rank_zero():
+        if processes.is_rank_zero():
             opened = _opened(path, module, expected, weights_only)
-    opened = cast(Opened, weights.broadcast(opened))
+    opened = cast(Opened, processes.broadcast(opened))
     of_data = type(getattr(module.trainer, "datamodule", None)).__qualname__
     if not isinstance(opened.metadata.get(of_data, {}), dict):
         raise InputError(f"checkpoint {str(path)!r} is damaged: its {of_data} is no state")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import weights
+from .. import processes
 
 KEY = "frozen_base"  # in Lightning's dict, and the module's attribute
 REFERENCE = "frozen_reference"  # likewise, of the copy that preferences are compared with
@@ -48,7 +48,7 @@ class FrozenHash:
     def entry(self, name: str) -> dict[str, str]:
         """Returns what a checkpoint has of the model `name`. Collective."""
         digests: dict[str, str] = {}
-        for of_rank in weights.from_all_ranks(self._digests):
+        for of_rank in processes.from_all_ranks(self._digests):
             digests |= of_rank
         text = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
         return {"name": name, "sha256": hashlib.sha256(text.encode()).hexdigest(), "of": EACH}

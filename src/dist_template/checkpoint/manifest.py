@@ -195,19 +195,19 @@ def agreed(path: Path, needed: Needed | None = None) -> Path:
 
     Raises:
         InputError: on all ranks, if `path` is damaged, or all checkpoints in the folder are."""
-    from .. import weights  # imports torch; a report reads manifests without it
+    from .. import processes  # imports torch; a report reads manifests without it
 
-    path, candidates = weights.broadcast(resolve(path))
+    path, candidates = processes.broadcast(resolve(path))
     skipped: list[str] = []
     for candidate in candidates:
         stored, of_rank = _stored(candidate), None
         if not stored:
-            of_rank = damage(candidate, rank=weights.rank(), ranks=weights.world_size())
-        answers = weights.to_rank_zero((of_rank, stored))
+            of_rank = damage(candidate, rank=processes.rank(), ranks=processes.world_size())
+        answers = processes.to_rank_zero((of_rank, stored))
         why = next((why for why, _ in answers if why), None)
         if any(of_node != stored for _, of_node in answers):
             why = why or f"its {MANIFEST} differs between nodes"
-        why = weights.broadcast(why)
+        why = processes.broadcast(why)
         if stored and why is None:
             why = _fetched(candidate, needed)
         if why is None:
@@ -240,11 +240,11 @@ def _stored(path: Path) -> int | None:
 def _fetched(path: Path, needed: Needed | None) -> str | None:
     """Fetches what is missing or damaged on this rank's disk. Collective. Returns why the
     checkpoint is invalid."""
-    from .. import weights
+    from .. import disks, processes
 
     files: Files = read(path)["files"]
-    ranks = weights.peers(path.parent)
-    if weights.rank() == ranks[0]:
+    ranks = disks.peers(path.parent)
+    if processes.rank() == ranks[0]:
         for file in path.rglob("[!.]*"):
             if file.is_file() and file.relative_to(path).as_posix() not in (MANIFEST, *files):
                 file.unlink()
@@ -252,7 +252,7 @@ def _fetched(path: Path, needed: Needed | None) -> str | None:
     why = _complete(path, [file for file in files if file not in parts], ranks)
     if why or not parts:
         return why
-    of_ranks = weights.from_all_ranks(needed(path, parts) if needed else parts)
+    of_ranks = processes.from_all_ranks(needed(path, parts) if needed else parts)
     return _complete(path, sorted(set().union(*(of_ranks[rank] for rank in ranks))), ranks)
 
 
@@ -260,17 +260,17 @@ def _complete(path: Path, wanted: list[str], ranks: list[int]) -> str | None:
     """Fetches the `wanted` files that this disk lacks, divided among the `ranks` that share it:
     from the store, else from the disk of another node. Collective. Returns why one cannot be had,
     or None."""
-    from .. import hooks, weights
+    from .. import disks, hooks, processes
 
     entries, why = read(path), None
     files: Files = entries["files"]
-    lacking = _not_intact(path, files, wanted[ranks.index(weights.rank()) :: len(ranks)])
+    lacking = _not_intact(path, files, wanted[ranks.index(processes.rank()) :: len(ranks)])
     if lacking:
         address = f"{entries[STORE]}/{path.name}"
         lacking, why = hooks.fetch(address, lacking, path, partial(_not_intact, path, files))
-    answers = weights.from_all_ranks((lacking, why))
+    answers = processes.from_all_ranks((lacking, why))
     lost = sorted({file for lacks, _ in answers for file in lacks})
-    of_disks = weights.from_all_ranks(_not_intact(path, files, lost))
+    of_disks = processes.from_all_ranks(_not_intact(path, files, lost))
     for file in lost:
         source = next((rank for rank, lacks in enumerate(of_disks) if file not in lacks), None)
         if source is None:
@@ -279,7 +279,7 @@ def _complete(path: Path, wanted: list[str], ranks: list[int]) -> str | None:
                 # another checkpoint would be older: the same command loads this one later
                 raise Ended(Exit.REQUEUE, f"{path.name}: {down}")
             return [*whys, f"its {file} in the store is not what was written, by its CRC-32"][0]
-        weights.pass_file(path / file, files[file][0], source, file in lacking)
+        disks.pass_file(path / file, files[file][0], source, file in lacking)
     return None
 
 

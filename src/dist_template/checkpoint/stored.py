@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import weights
+from .. import processes, weights
 from ..compat.transformers import shard_for
 
 Box = list[tuple[int, int]]  # first index and end in each dimension
@@ -157,7 +157,7 @@ def _copy_partition(parameter: Any, stored: Any) -> None:
     shard = parameter.ds_tensor
     if not weights.has_own_partition(parameter):
         with weights.gathered_from_zero(parameter):
-            if weights.is_rank_zero():
+            if processes.is_rank_zero():
                 parameter.copy_(stored[...])
         return
     values = partition_of(parameter, stored)
@@ -168,5 +168,5 @@ def _copy_partition(parameter: Any, stored: Any) -> None:
 
 def partition_of(parameter: Any, stored: Any) -> Tensor:
     """Returns this rank's partition of a stored tensor for a ZeRO-3 parameter, without padding."""
-    size, number = parameter.ds_tensor.ds_numel, weights.rank(parameter.ds_process_group)
+    size, number = parameter.ds_tensor.ds_numel, processes.rank(parameter.ds_process_group)
     return flat_range(stored, number * size, (number + 1) * size)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from .. import weights
+from .. import processes
 from ..compat.torch import metadata_path
 from ..errors import InputError, another_rank_is_gone, is_out_of_memory, reason, shortened
 
@@ -116,8 +116,8 @@ def agreed_on_errors() -> Generator[None]:
         yield
     except InputError as error:
         refusal = str(error)
-    refusals = [text for text in weights.to_rank_zero(refusal) if text]
-    first = weights.broadcast(refusals[0] if refusals else None)
+    refusals = [text for text in processes.to_rank_zero(refusal) if text]
+    first = processes.broadcast(refusals[0] if refusals else None)
     if first:
         raise InputError(first)
 

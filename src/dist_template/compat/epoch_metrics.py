@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from .. import weights
+from .. import processes
 from ..errors import InputError
 
 Entry = dict[str, Any]
@@ -143,7 +143,7 @@ def reduce_over_ranks(trainer: Any, group: dist.ProcessGroup | None = None) -> N
         if _is_of_epoch(metric) and not metric.meta.sync.rank_zero_only:
             reduced[key] = metric
     own = _entries(reduced)
-    ranks = weights.broadcast(weights.to_rank_zero(own, group), group)
+    ranks = processes.broadcast(processes.to_rank_zero(own, group), group)
     for key, entry in reduce(operator.or_, ranks, {}).items():
         having = [number for number, rank in enumerate(ranks) if key in rank]
         if "value" in entry:

@@ -31,8 +31,8 @@ from ..by_tokens import NonNegativeByTokens, check_phases, values_of
 from ..compat.transformers import wrappers_of_parameters
 from ..errors import InputError, check_least
 from ..layout import full_shape
+from ..processes import from_all_ranks
 from ..ranges import NonNegativeFloat
-from ..weights import from_all_ranks
 from .flops import find_experts, num_experts, text_config
 
 BIAS = "e_score_correction_bias"

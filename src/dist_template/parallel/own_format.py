@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
-from .. import weights
+from .. import processes
 from ..checkpoint.plain_types import plain
 from ..checkpoint.protocol import Checkpoint, CheckpointFormat, registered_format
 
@@ -26,7 +26,7 @@ class OwnFormat(Strategy):
     def save_checkpoint(
         self, checkpoint: Checkpoint, filepath: str | Path, storage_options: object = None
     ) -> None:
-        self.format.save(plain(checkpoint), Path(weights.broadcast(str(filepath))))
+        self.format.save(plain(checkpoint), Path(processes.broadcast(str(filepath))))
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None

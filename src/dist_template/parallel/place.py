@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from .. import weights
+from .. import processes
 from ..checkpoint.frozen import FrozenHash
 from . import scatter
 from .blocks import BlockConfig, wrap_blocks
@@ -25,7 +25,7 @@ def place(
     no blocks or no plan for what `blocks` or the strategy needs. Collective; `frozen` gets the
     model's frozen parameters."""
     # a model before this one may have left each rank another
-    seed = weights.broadcast(torch.initial_seed())
+    seed = processes.broadcast(torch.initial_seed())
     start = start_of(build, strategy.precision_plugin.convert_module, seed, frozen)
     # Dropout differs between ranks that have different tokens, and only between those.
     answers = rank_view(strategy)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import weights
+from .. import processes, weights
 from ..compat.transformers import shard_for
 from ..layout import local_shard
 
@@ -24,7 +24,7 @@ PIECE = 1 << 26  # bytes that a rank sends at once
 def move_to_meta(module: nn.Module) -> dict[str, Tensor]:
     """Moves `module` to the meta device; returns its weights on rank 0, {} on other ranks."""
     full = {}
-    if weights.is_rank_zero():
+    if processes.is_rank_zero():
         full = {name: each.detach() for name, each in weights.named_tensors(module).items()}
     with weights.kept_ties(module):
         module.to("meta")
@@ -50,7 +50,7 @@ def distribute(
     memory, and all ranks exchange shards, in pieces of `PIECE` bytes: a rank has one unit, and its
     shards of the others."""
     ranks = dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-    here = ranks.index(weights.rank())
+    here = ranks.index(processes.rank())
     for start in range(0, len(units), len(ranks)):
         of_round = units[start : start + len(ranks)]
         full: dict[str, Tensor] = {}
@@ -87,7 +87,7 @@ def from_rank_zero(targets: dict[str, Tensor], full: dict[str, Tensor]) -> None:
     """Fills `targets`, equal names on all ranks, from rank 0's `full` tensors. Collective."""
     units: list[list[str]] = []
     for name in targets:
-        units += [[name]] + [[]] * (weights.world_size() - 1)
+        units += [[name]] + [[]] * (processes.world_size() - 1)
     distribute(units, targets, lambda names: {name: full[name] for name in names}, None)
 
 

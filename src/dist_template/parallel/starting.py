@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import weights
+from .. import processes, weights
 from ..checkpoint.frozen import FrozenHash
 from ..checkpoint.stored import copy_shard
 from ..checkpoint.untrusted import agreed_on_errors
@@ -91,7 +91,7 @@ class StartByOwners:
                     and operations[-1].args[0] == place_of(tensor)
                 ):
                     self._stored[name] = operations[-1].args[1]
-        if unwritten and weights.is_rank_zero():
+        if unwritten and processes.is_rank_zero():
             number = f" ({len(unwritten)} such parameters)" if len(unwritten) > 1 else ""
             warnings.warn(
                 f"{unwritten[0]} has no starting values{number}: write them in build_model",
@@ -128,7 +128,7 @@ class StartByOwners:
                 if names == [name] and name in self._stored and shard_of(targets[name]).place != "":
                     copy_shard(targets.pop(name), self._stored[name][...])
                     hashed += self._frozen_names & {name}
-        for name in hashed[weights.rank(group) :: weights.world_size(group)]:
+        for name in hashed[processes.rank(group) :: processes.world_size(group)]:
             self.make([name])
         units = [[name for name in unit if name in targets] for unit in self.units]
         scatter.distribute([unit for unit in units if unit], targets, self.make, group)
@@ -184,11 +184,11 @@ def start_of(build: Build, prepare: Prepare, seed: int, frozen: FrozenHash | Non
             " build_model"
         )
     on_each = model is None or _has_other_tensors(model)
-    if weights.is_rank_zero():
+    if processes.is_rank_zero():
         warnings.warn(
             f"{what}: {'each rank' if on_each else 'rank 0'} builds it in full", stacklevel=3
         )
-    if on_each or weights.is_rank_zero():
+    if on_each or processes.is_rank_zero():
         torch.manual_seed(seed)
         with torch.device("cpu"):  # Lightning's default may be a GPU, which has another generator
             model = build()

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
-from ... import weights
+from ... import processes
 from ...checkpoint.formats import StrategyFormat
 from ...checkpoint.optimizer import State, by_name_from_flat, groups_of, merge, without_moments
 from ...checkpoint.plain_types import back, plain
@@ -226,7 +226,7 @@ def write(
     if group is not None:  # nothing to copy ahead, which would wait on training's stream
         writer.per_thread_copy_ahead = 0
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
-    if weights.is_rank_zero():
+    if processes.is_rank_zero():
         torch.save(rest, path / META)
 
 

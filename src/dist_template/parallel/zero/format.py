@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from ... import weights
+from ... import processes, weights
 from ...checkpoint.formats import StrategyFormat, reads_optimizer
 from ...checkpoint.manifest import MANIFEST, read
 from ...checkpoint.optimizer import State, merge, without_moments
@@ -117,7 +117,7 @@ class ZeroFormat(StrategyFormat[DeepSpeedStrategy]):
             for file, state in files.items():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 write(state, str(folder / file))
-            if weights.is_rank_zero():  # as DeepSpeed does, but after all errors were raised
+            if processes.is_rank_zero():  # as DeepSpeed does, but after all errors were raised
                 (folder / "latest").write_text(TAG, encoding="utf-8")
 
         rest = dict(checkpoint)

@@ -21,9 +21,9 @@ from torch import Tensor
 from ...callbacks.console import only_shows
 from ...cluster.watchdog import WATCHDOG
 from ...errors import Ended, Exit, reason
+from ...processes import from_all_ranks
 from ...ranges import Folder, PositiveFloat, Share
 from ...records import write_atomically
-from ...weights import from_all_ranks
 from .compare import FIGURES, FILE, slow
 from .interval import DEVICE_MTBF_H, DISK_GB_S
 

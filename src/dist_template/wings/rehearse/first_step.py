@@ -15,9 +15,9 @@ from ...compat.deepspeed import gradient_of
 from ...compat.lightning import accumulates
 from ...compat.randomness import turn_dropout_off, use_running_statistics
 from ...parallel import rank_view
+from ...processes import from_all_ranks
 from ...project import is_users
 from ...text.datamodule import PackedText
-from ...weights import from_all_ranks
 from .forward_hooks import ForwardHooks, full, location
 from .record import ForwardPass
 from .recorder import fingerprint, samples_in

@@ -29,9 +29,9 @@ from ...checkpoint.manifest import STORE
 from ...cluster.watchdog import WATCHDOG
 from ...errors import Ended, Exit, InputError, reason
 from ...model.any_module import metrics_of
+from ...processes import broadcast, from_all_ranks
 from ...ranges import NonNegativeFloat, PositiveInt
 from ...run_callback import RunCallback
-from ...weights import broadcast, from_all_ranks
 from .hooks import DOWN_S, NEWEST, missed, text_here, time_of
 from .lock import LOCKS, StoreLock
 from .remote import CHECKPOINTS, MANIFEST, UPLOADS, Remote, StoreDown

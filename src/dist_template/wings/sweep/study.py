@@ -22,8 +22,8 @@ from ...cluster.launch import Variable
 from ...cluster.run_lock import RunLock
 from ...cluster.signals import STOP, end_with_parent
 from ...errors import Ended, Exit, InputError
+from ...processes import from_all_ranks
 from ...project import Project
-from ...weights import from_all_ranks
 from ..history import read_run
 from ..values import shown
 

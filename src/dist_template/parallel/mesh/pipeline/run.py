@@ -29,7 +29,7 @@ from ....compat.lightning import accumulates
 from ....compat.torch import reduce_pipeline_gradients, tree_leaves, tree_map
 from ....errors import InputError
 from ....layout import joint_norm, layout, local_shard
-from ....weights import from_all_ranks
+from ....processes import from_all_ranks
 from ...rank_view import LocalModel, T
 from ..ranks import MeshRanks
 from .division import Division, StageEnd

@@ -14,11 +14,11 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from ....errors import InputError
+from ....processes import from_all_ranks
 from ....progress import Progress
 from ....text.batches.rows import NOT_COUNTED
 from ....text.objectives.next_token import NextToken
 from ....text.objectives.objective import objective_of
-from ....weights import from_all_ranks
 
 
 def _total(batches: Any) -> int | None:
