@@ -11,7 +11,7 @@ from ..configured import ARGS, Configured
 from ..own_code import code_of
 from ..spec.base import SLOWER, ReducedStrategy, Spec
 from ..spec.facts import STATE, BlockRun, Facts, Saving, Sent
-from .axes import all_axes
+from .axes import AXES, all_axes
 from .axes.axis import Axis, MeshSizes, Size
 from .axes.pipeline import PipelineAxis
 from .pipeline.stages import StageFacts
@@ -81,7 +81,9 @@ class MeshSpec(Spec):
         """Reduces sizes above 1 to 2; if that needs too many processes, data parallelism becomes 1
         first, and then others."""
         arguments, notes = dict(self.arguments), list[str]()
-        adding = [axis for axis in all_axes() if axis.adds_ranks]
+        # An axis of a package that the configuration does not name stays unnamed.
+        named = [axis for axis in all_axes() if axis in AXES or axis.key in arguments]
+        adding = [axis for axis in named if axis.adds_ranks]
         sizes: dict[str, Size] = {}
         for axis in adding:
             sizes[axis.key] = given_size(arguments, axis)
@@ -96,9 +98,9 @@ class MeshSpec(Spec):
                 sizes[key] = 1
                 notes.append(f"{key} is 1: the mesh would need more processes")
         num = processes or _ranks(sizes)
-        arguments |= sizes | {axis.key: 1 for axis in all_axes() if not axis.adds_ranks}
+        arguments |= sizes | {axis.key: 1 for axis in named if not axis.adds_ranks}
         resolved = sizes_of(arguments, num)  # raises if the number does not fit
-        for axis in all_axes():
+        for axis in named:
             arguments |= axis(self, resolved).reduced(notes)
         small = MeshSpec(arguments)
         stages = 1

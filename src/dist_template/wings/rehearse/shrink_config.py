@@ -113,9 +113,14 @@ def shrink(
     small = Small(config, num, reduced.data_parallel, batches, notes, is_manual=is_manual)
     small.is_plain = model_config is None
     if isinstance(strategy, dict):
-        strategy["init_args"] = reduced.arguments
-        if "process_group_backend" in reduced.arguments:
-            reduced.arguments["process_group_backend"] = None  # the default of a CPU
+        arguments = reduced.arguments
+        # Those that the class's signature does not name, as sizes of a package's axis, stay apart.
+        unnamed = strategy.get("dict_kwargs") or {}
+        if unnamed:
+            strategy["dict_kwargs"] = {name: arguments.pop(name) for name in unnamed}
+        strategy["init_args"] = arguments
+        if "process_group_backend" in arguments:
+            arguments["process_group_backend"] = None  # the default of a CPU
     elif strategy == "auto":
         strategy = "ddp"
     config["run"] |= {

@@ -13,7 +13,7 @@ from .sequence import SequenceAxis
 from .shard import ShardAxis
 from .tensor import TensorAxis
 
-__all__ = ["Axis", "ReplicaAxis", "SequenceAxis", "TensorAxis", "all_axes"]
+__all__ = ["AXES", "Axis", "ReplicaAxis", "SequenceAxis", "TensorAxis", "all_axes"]
 
 GROUP = "dist_template.axes"  # entry points: an axis's name, and its class
 AXES: tuple[type[Axis], ...] = (
