@@ -177,7 +177,7 @@ def _own_sections(cli: Any, parser: Any) -> Iterator[str]:
         kind = type(next(parameters[group].default for parameters in above if group in parameters))
         if kind is not optim:
             yield from _group(f"`model.{group}`", kind, _under(f"model.{group}", found))
-    yield from _group("Runs", cli.RunConfig, _under("run", found))
+    yield from _group("Runs", cli.run_section(), _under("run", found))
     yield from _group("Cluster", cli.Site, _under("cluster", found))
     yield (
         "## Callbacks that always run\n\nEach has a key at the top level. Others go to"

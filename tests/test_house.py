@@ -5,7 +5,9 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import lightning
@@ -83,6 +85,60 @@ def broken_core(package: Path) -> list[str]:
         wings = [target for target in targets if target.split(".")[0] == "wings"]
         found += [f"{name}: {each}" for each in named + wings]
     return found
+
+
+POINTS: dict[str, dict[str, str]] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))[
+    "project"
+]["entry-points"]
+
+
+def names_of_wings() -> set[str]:
+    """Folders of wings, and what they register. Targets of `launch` are names of launchers, which
+    the core has to know."""
+    found = {path.name for path in (LIBRARY / "wings").iterdir() if (path / "__init__.py").exists()}
+    for group in POINTS.keys() - {"dist_template.launch_targets"}:
+        of_wings = (name for name, value in POINTS[group].items() if ".wings." in value)
+        found |= {*of_wings}
+    return found
+
+
+# A wing's key, also within a text: a callback's argument, a key that it adds to `run`.
+KEYS_OF_WINGS = [f"{name}[.]" for name in POINTS["dist_template.callbacks"]]
+KEYS_OF_WINGS += [
+    rf"run[.]{field.name}\b"
+    for at in POINTS["dist_template.run_keys"].values()
+    for field in fields(EntryPoint("", at, "").load())
+]
+KEY_OF_A_WING = re.compile(rf"\b(?<![.])({'|'.join(KEYS_OF_WINGS)})")
+# Names of wings that are a word of the core's own where they are a whole string. Within a longer
+# string they are words of a sentence, or a command that it recommends.
+WORDS = {
+    "completion": "a field of a record with a prompt",
+    "config": "the flag --config, and an argument of models and of DeepSpeed",
+    "launch": "a folder in a run, where other verbs write too; an entry of a lock",
+    "prepare": "a method of a data module",
+    "rehearse": "a command that a sentence recommends",
+    "setup": "a method of Lightning's callbacks and strategies",
+}
+
+
+def broken_words(package: Path) -> list[str]:
+    """Strings of the core, docstrings aside, that are a wing's name, or have a key of one."""
+    names, files, found = names_of_wings() - WORDS.keys(), house.modules(package), []
+    for name, path in files.items():
+        if house.room_of(name, path) in ("wings", "public"):
+            continue
+        for text in house.texts(path):
+            if text in names or KEY_OF_A_WING.search(text):
+                found.append(f"{name}: {text[:80]}")
+    return found
+
+
+def test_each_exception_of_the_core_is_a_wings_name_and_is_used() -> None:
+    files = house.modules(LIBRARY)
+    rooms = {name: house.room_of(name, path) for name, path in files.items()}
+    core = [path for name, path in files.items() if rooms[name] not in ("wings", "public")]
+    assert WORDS.keys() <= names_of_wings() & {text for path in core for text in house.texts(path)}
 
 
 def outside_of(room: str, package: Path) -> dict[str, Path]:
@@ -179,6 +235,7 @@ LIBRARY_RULES = [
     broken_files,
     broken_rooms,
     broken_core,
+    broken_words,
     broken_private,
     broken_strategies,
     broken_mock,
@@ -212,9 +269,7 @@ def test_no_class_outside_compat_uses_a_private_name_of_its_base() -> None:
 
 def broken_modules(package: Path) -> list[str]:
     """Modules and names that comments, docstrings and pages name and the library does not have."""
-    groups = set(
-        tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
-    )
+    groups = set(POINTS)
     found = []
     for path in house.modules(package).values():
         for comment in house.comments(path):
@@ -225,9 +280,7 @@ def broken_modules(package: Path) -> list[str]:
 
 def test_dotted_names_in_comments_and_on_pages_exist() -> None:
     assert broken_modules(LIBRARY) == []
-    groups = set(
-        tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
-    )
+    groups = set(POINTS)
     examples = groups | {"dist_template.examples"}
     for page in [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md"]:
         full = re.findall(r"\bdist_template\.[\w.]+", page.read_text("utf-8"))
@@ -250,6 +303,10 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         broken_core, "cli/a.py: def f():\n    from ..wings.plan import g | wings/plan.py: "),
     "a core that names a wing's module": (
         broken_core, "cli/a.py: import_module('dist_template.wings.plan')"),
+    "a core that has a wing's key": (broken_words, "cli/a.py: KEYS = 'data.seed store.keep'"),
+    "a core that has a key which a wing adds to run": (
+        broken_words, "cli/a.py: print(f'--run.store={x}')"),
+    "a core that names a wing": (broken_words, "cli/a.py: settings['preflight'].enabled = True"),
     "an unknown room": (broken_rooms, "utils/a.py: "),
     "too many rooms": (
         broken_rooms, " | ".join(f"{room}/a.py: " for room in [*ORDER[:-1], "eleventh"])),

@@ -18,8 +18,8 @@ An entry point of the group `dist_template.hooks` names a module with some of
         is called if files are still missing or damaged.
 
 Every function of a name is called: this library's, the project's, then packages' by their names
-(plugins.py), and at last the store's: it reads the settings that the others have left, and uploads
-what they have written. It belongs to `run.store`, so that no name in the list can replace it.
+(plugins.py), and at last those of the group `dist_template.last_hooks`, which is this library's
+alone: they read the settings that the others have left, and upload what they have written.
 
 If one raises, or returns another type, one line reports it: result and exit code do not change, and
 `settings` are as they were before its call."""
@@ -34,7 +34,7 @@ from .errors import InputError, first_line
 from .plugins import Plugin, PluginError, all_of, contained, note
 
 HOOKS = "dist_template.hooks"
-STORE = "dist_template.store"
+LAST = "dist_template.last_hooks"
 RETURNS: dict[str, tuple[type, ...]] = {"on_crash": (str,), "fetch": (str,)}  # or None
 
 __all__ = ["StoreIsDown"]
@@ -118,9 +118,9 @@ _broken: set[Plugin] = set()
 def _all() -> list[Plugin]:
     """Returns the hooks in their order, without those that cannot be imported, each of which is
     reported once. Raises InputError as `all_of`."""
-    stores = [plugin for plugin in all_of(STORE) if plugin.is_ours]
+    last = [plugin for plugin in all_of(LAST) if plugin.is_ours]
     usable = []
-    for plugin in [*all_of(HOOKS), *stores]:
+    for plugin in [*all_of(HOOKS), *last]:
         if plugin in _broken:
             continue
         try:

@@ -8,7 +8,9 @@ Groups: dist_template.verbs: a module with `main(argv, project)`, started by `py
     the name of a strategy's class, its Spec (parallel/spec/base.py), which has the class and the
     format of its checkpoints. dist_template.axes: a dimension of MeshStrategy's mesh.
     dist_template.loggers: classes that `class_path` knows by their names.
-    dist_template.store: this library's alone, the hooks of `run.store`.
+    dist_template.objectives: likewise. dist_template.run_keys: a dataclass whose fields are further
+    keys of the section `run`. dist_template.last_hooks: this library's alone, hooks that are called
+    after all others.
 
 A source of text needs none: YAML takes the import path of its class. docs/extend.md has an example
 of each. A value is "module" or "module:attribute". Nothing is imported before `Plugin.load`.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from jsonargparse import Namespace
 
 from dist_template import InputError, hooks, plugins
@@ -35,6 +36,7 @@ class Hostile(NamedTuple):
 
 
 CALLBACK = "from lightning.pytorch import Callback\nclass Bad(Callback):\n    "
+DATACLASS = "from dataclasses import dataclass\n@dataclass\nclass Bad:\n"
 SPEC = """
 from dist_template.checkpoint.protocol import CheckpointFormat
 from dist_template.parallel.spec import Spec
@@ -93,6 +95,14 @@ PACKAGES = {
     ),
     "is-the-trainer": Hostile(
         "callbacks", "", "its 'trainer' of dist_template.callbacks is skipped", name="trainer"
+    ),
+    # keys of run
+    "has-no-keys": Hostile("run_keys", "Bad = 3", "3 is no dataclass", value=OF_CLASS),
+    "takes-a-key": Hostile(
+        "run_keys", f"{DATACLASS}    store: int = 3", "run.store is a key already", value=OF_CLASS
+    ),
+    "has-no-default": Hostile(
+        "run_keys", f"{DATACLASS}    bad: int", "missing 1 required", value=OF_CLASS
     ),
     # names and values
     "is-fit": Hostile("verbs", "", "its 'fit' of dist_template.verbs is skipped", name="fit"),
@@ -237,6 +247,28 @@ def test_ranges_of_a_packages_callback_are_checked(
                 assert said in error
 
 
+def test_a_package_adds_keys_to_run(
+    site: Path, flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
+    """Its hook reads them, their ranges are checked, and config.yaml has them."""
+    source = f"""from dist_template.ranges import NonNegativeInt
+{DATACLASS}
+    tries: NonNegativeInt = 1
+def at_start(settings, verb):
+    print(f"tries: {{settings.run.tries}}")"""
+    install(site, "retries", Hostile("run_keys", source, "", value=OF_CLASS))
+    write_metadata(site, "retries-hook", {"dist_template.hooks": {"retries": "of_retries"}})
+    error = refused("fit", [*flags, "--run.tries=-1"], capfd)
+    assert "run.tries is -1; give 0 or more" in error
+    assert "did you mean run.tries?" in refused("fit", [*flags, "--run.triez=2"], capfd)
+    (tmp_path / "keys.yaml").write_text("run: {tries: 4, name: retried, report: false}")
+    given = [*flags, f"--config={tmp_path}/keys.yaml", "--trainer.max_steps=1"]
+    assert run("fit", *given, "--trainer.limit_val_batches=0") == 0
+    assert "retries-hook printed: tries: 4" in capfd.readouterr().err
+    config = yaml.safe_load((only_run(tmp_path, "retried") / "config.yaml").read_text("utf-8"))
+    assert [*config["run"]] == ["name", "root", "report", "plotly", "store", "tries"]
+
+
 def test_bounds_of_annotated_types_are_a_range() -> None:
     annotated_types = pytest.importorskip("annotated_types")
     metadata = [annotated_types.Gt(0), annotated_types.Le(9), "no bound"]
@@ -261,7 +293,7 @@ def test_a_run_with_all_of_them_ends_as_without(
     assert command(["fit", *flags, *words]) == 0
     printed = capfd.readouterr().err
     for package, given in PACKAGES.items():
-        if given.said and given.group in ("hooks", "callbacks"):
+        if given.said and given.group in ("hooks", "callbacks", "run_keys"):
             assert given.said in line_of(package, printed)
     assert Path.cwd() == folder
     assert [signal.getsignal(number) for number in plugins.HANDLED] == handlers

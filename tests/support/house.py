@@ -161,6 +161,15 @@ def strings(path: Path) -> list[str]:
     return [value for value in constants if isinstance(value, str)]
 
 
+def texts(path: Path) -> list[str]:
+    """Returns the strings of a file without its docstrings."""
+    nodes = [*ast.walk(_tree(path))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = [node for node in nodes if isinstance(node, ast.Constant)]
+    values = [node.value for node in constants if id(node) not in docstrings]
+    return [value for value in values if isinstance(value, str)]
+
+
 def closure(package: Path, roots: set[str]) -> set[str]:
     """Returns the modules that importing `roots` can load, with late imports and packages above."""
     arrows, found, to_do = graph(package), set[str](), {*roots}

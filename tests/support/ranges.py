@@ -8,7 +8,7 @@ import lightning as L
 
 from dist_template.cli.defaults import always_on
 from dist_template.cli.ranges import alternatives, arguments_of
-from dist_template.cli.run import RunConfig
+from dist_template.cli.run import run_section
 from dist_template.cluster.site import Site
 from dist_template.compat import ranges as of_others
 from dist_template.ranges import Range
@@ -33,7 +33,7 @@ def numbers(hint: Any, key: str) -> Iterator[tuple[str, Checks]]:
 def sections() -> dict[str, type]:
     """The class of each section of the linked project's configuration."""
     OURS.start()
-    found: dict[str, type] = {"trainer": L.Trainer, "run": RunConfig, "cluster": Site}
+    found: dict[str, type] = {"trainer": L.Trainer, "run": run_section(), "cluster": Site}
     found["model"], found["data"] = OURS.class_of(OURS.module), OURS.class_of(OURS.data)
     return found | {key: plugin.load() for key, plugin in always_on().items()}
 

@@ -54,7 +54,14 @@ from .parser import (
     refuse_misread,
     typed_keys,
 )
-from .run import RunConfig, check_checkpoint, check_writable, choose_run, write_predictions
+from .run import (
+    check_checkpoint,
+    check_writable,
+    choose_run,
+    run_of,
+    run_section,
+    write_predictions,
+)
 from .trainer import complete
 
 __all__ = ["CLI", "WithoutTrainer"]
@@ -133,7 +140,8 @@ class CLI(OpenCLI):
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        self._sections: dict[str, type] = {"trainer": L.Trainer, "run": RunConfig, "cluster": Site}
+        self._sections: dict[str, type] = {"trainer": L.Trainer, "cluster": Site}
+        self._sections["run"] = run_section()
         for key in ("run", "cluster"):
             parser.add_class_arguments(self._sections[key], key)
         for key, plugin in always_on().items():
@@ -164,8 +172,8 @@ class CLI(OpenCLI):
         verb = self.subcommand
         self.unfilled = settings = self.config[verb] if verb else self.config
         as_launched(settings)
-        strategy_names.report()
-        RunConfig(**vars(settings.run)).check(writes=verb is not None)
+        strategy_names.print_lines()
+        run_of(settings).check(writes=verb is not None)
         hooks.start(settings, verb if self.executes else None, self._check_configuration)
         self.run, checkpoint, message = choose_run(settings, verb)
         if message:

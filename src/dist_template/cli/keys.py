@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..plugins import registered
 from ..project import Project
 from . import config_file
 from .defaults import always_on
@@ -27,6 +28,7 @@ SECTIONS = {
     "run": f"{LIBRARY}.cli.run:RunConfig",
     "cluster": f"{LIBRARY}.cluster.site:Site",
 }
+RUN_KEYS = f"{LIBRARY}.run_keys"  # entry points whose classes add keys to `run`: see run.py
 # Keys without keys below them, and those whose class is chosen.
 OTHERS = {"optimizer", "lr_scheduler", "config", "help", "print_config", "seed_everything"}
 OTHERS |= {"deepspeed", *config_file.OF_SOME_VERBS}
@@ -95,12 +97,12 @@ def _paths(content: dict[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{path}" for path in _paths(value))
 
 
-def _refuse_misspelt(key: str, where: str, places: dict[str, Place]) -> None:
+def _refuse_misspelt(key: str, where: str, places: dict[str, list[Place]]) -> None:
     """Raises InputError if a name in the dotted `key` is unknown and near a known one."""
     path, *names = key.split(".")
-    place = places.get(path)
+    classes = places.get(path, [])
     for name in names:
-        known = place and _arguments(*place)
+        known = _arguments_of_all(classes)
         if not known or name in OF_CLASSES:
             return
         if name.rstrip("+") not in known:
@@ -109,20 +111,36 @@ def _refuse_misspelt(key: str, where: str, places: dict[str, Place]) -> None:
                 what = f"{where}{path}.{name} is not a key of this program"
                 raise InputError(f"{what}; did you mean {near[0]}? see --help for every key")
             return
-        path, place = f"{path}.{name}", known.get(name)
+        below = known.get(name)
+        path, classes = f"{path}.{name}", [below] if below else []
 
 
-def _places(project: Project) -> dict[str, Place]:
-    """Returns where the class of each section is defined."""
+def _places(project: Project) -> dict[str, list[Place]]:
+    """Returns where the classes of each section are defined."""
     places = SECTIONS | {key: point.value for key, point in always_on().items()}
-    found = {}
-    for key, value in places.items():
-        module, _, name = value.partition(":")
-        found[key] = (module, name)
+    found = {key: [_place(value)] for key, value in places.items()}
+    found["run"] += [_place(point.value) for point in registered(RUN_KEYS).values()]
     for key, given in (("model", project.module), ("data", project.data)):
-        module, _, name = given.partition(":")
-        found[key] = (resolve_name(module, project.package), name)
+        module, name = _place(given)
+        found[key] = [(resolve_name(module, project.package), name)]
     return found
+
+
+def _place(value: str) -> Place:
+    module, _, name = value.partition(":")
+    return module, name
+
+
+def _arguments_of_all(classes: list[Place]) -> Arguments | None:
+    """Returns what the classes of a section accept; None if that cannot be read of one, or there is
+    none."""
+    found: Arguments = {}
+    for place in classes:
+        arguments = _arguments(*place)
+        if arguments is None:
+            return None
+        found |= arguments
+    return found or None
 
 
 @cache

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from ..checkpoint.formats import format_of
 from ..cluster.launch import Variable
 from ..errors import InputError
 from ..foreign import refuse_links
-from ..observe.history.run import PLACEHOLDER, PlotlyJs, replaced
+from ..observe.history.run import PLACEHOLDER, replaced
+from ..plugins import PluginError, contained, note, registered
 from ..progress import running
 from ..ranges import Folder
 
 __all__ = ["verified_checkpoint"]
 
+RUN_KEYS = "dist_template.run_keys"  # dataclasses, whose fields are further keys of `run`
 CONTROL = re.compile("[\0-\x1f\x7f]")  # in a folder's name it would end a script's line
 
 
@@ -36,18 +38,10 @@ class RunConfig:
 
     Args:
         name: Name of the experiment; `last` is the newest run of this name.
-        root: Folder of all runs.
-        report: Write report.html at the end of `fit`. false leaves it to the verb `report`.
-        plotly: Where report.html loads plotly.js (5 MB) from. shared: one file in `root` for all
-            runs; inline: the page contains it; cdn: plotly's CDN, which needs a network.
-        store: Address of fsspec, such as s3://bucket/prefix, to which checkpoints and the run's
-            files are uploaded; a run that has lost its disks resumes from there. null: none."""
+        root: Folder of all runs."""
 
     name: str = "default"
     root: Folder = "runs"
-    report: bool = True
-    plotly: PlotlyJs = "shared"
-    store: str | None = None
 
     def check(self, writes: bool) -> None:
         """Checks the name, and if the verb `writes`, that the folder can be made; leaves nothing on
@@ -71,6 +65,40 @@ class RunConfig:
     @property
     def parent(self) -> Path:
         return Path(self.root) / self.name
+
+
+def run_of(settings: Any) -> RunConfig:
+    """Returns the name and the root of a configuration's run."""
+    return RunConfig(settings.run.name, settings.run.root)
+
+
+def run_section() -> type:
+    """Returns RunConfig with the keys that entry points of RUN_KEYS add. A package's that is no
+    dataclass, has a key without a default, or has one that is taken, is skipped with a line."""
+    bases: list[Any] = [RunConfig]
+    for plugin in registered(RUN_KEYS).values():
+        try:
+            kind = plugin.load()
+            with contained(plugin, "cannot be configured"):
+                _check_keys(kind, taken={each.name for base in bases for each in fields(base)})
+        except PluginError as error:
+            note(f"{error}; it is skipped")
+            continue
+        bases.append(kind)
+    # dataclasses collect fields from the last base to the first
+    title = str(RunConfig.__doc__).partition("\n")[0]
+    return make_dataclass(
+        "RunConfig", [], bases=tuple(reversed(bases)), namespace={"__doc__": title}
+    )
+
+
+def _check_keys(kind: Any, taken: set[str]) -> None:
+    """Raises TypeError if `kind` is no dataclass that can be a base class of the section."""
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise TypeError(f"{kind!r:.100} is no dataclass")
+    kind()  # each key needs a default
+    if both := taken & {each.name for each in fields(kind)}:
+        raise TypeError(f"run.{min(both)} is a key already")
 
 
 def check_writable(key: str, given: str, folder: Path) -> None:
@@ -115,7 +143,7 @@ def new_run(settings: Any) -> Path:
             f"{Variable.RUN_ID} is {run_id!r}; give the name of one folder, as baseline-1"
         )
     os.environ[Variable.RUN_ID] = run_id
-    return RunConfig(**vars(settings.run)).parent / run_id
+    return run_of(settings).parent / run_id
 
 
 def _agreed(run_id: str, settings: Any) -> str:
@@ -157,7 +185,7 @@ def choose_run(settings: Any, verb: str | None) -> tuple[Path, str | None, str]:
         and not evaluates
         and not any(manifest.found(folder) for _, folder in _folders(settings))
     ):
-        parent = RunConfig(**vars(settings.run)).parent
+        parent = run_of(settings).parent
         message = f"there is no checkpoint under {parent}/*/checkpoints: training starts at step 0"
         settings.ckpt_path = checkpoint = given = None
     if given in ("last", "best", "best or last"):
@@ -205,7 +233,7 @@ def _last_writes(settings: Any) -> dict[Path, float]:
 
 def _folders(settings: Any) -> list[tuple[Path, Path]]:
     """Returns the runs of run.name, each with its folder of checkpoints."""
-    runs = sorted(RunConfig(**vars(settings.run)).parent.glob("*"))
+    runs = sorted(run_of(settings).parent.glob("*"))
     path = settings.last_checkpoint.dirpath
     return [(run, Path(replaced(path, PLACEHOLDER, str(run)))) for run in runs]
 
@@ -218,7 +246,7 @@ def newest_checkpoint(which: str, settings: Any) -> tuple[Path, Path]:
     Raises InputError if no run has a valid checkpoint, or the newest has no best one."""
     written = _last_writes(settings)
     if not written:
-        parent = RunConfig(**vars(settings.run)).parent
+        parent = run_of(settings).parent
         where = "or set run.name and run.root to where the run is"
         raise InputError(
             f"there is no checkpoint under {parent}/*/checkpoints; train first, {where}"

@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from ..errors import InputError
 from . import config_file
 
-__all__ = ["check", "expanded", "replaced", "report"]
+__all__ = ["check", "expanded", "print_lines", "replaced"]
 
 KEY = "trainer.strategy"
-# Lines for `report`. A file is read by the parser of a verb, and again without the defaults.
+# Lines for `print_lines`. A file is read by the parser of a verb, and again without the defaults.
 TAKEN: dict[str, None] = {}
 DEEPSPEED = "--deepspeed"  # FILE, as scripts of Hugging Face's Trainer take it
 OFFLOAD = {"offload_optimizer": True}
@@ -139,7 +139,7 @@ def _line(name: str) -> str:
     return f"{KEY} {name}: --config strategy/{file}{flags}"
 
 
-def report() -> None:
+def print_lines() -> None:
     """Prints a line for each name that the parser has read, once."""
     for line in TAKEN:
         rank_zero_only(print)(line)

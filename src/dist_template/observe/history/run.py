@@ -4,7 +4,7 @@ import json
 from argparse import Namespace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ...foreign import MOST_BYTES
 
@@ -27,7 +27,6 @@ class RunFile(StrEnum):
 
 MOST = 4 * 2**20  # characters of a line
 PLACEHOLDER = "{run}"  # stands for the run's folder in any text of a configuration
-PlotlyJs = Literal["shared", "inline", "cdn"]  # run.plotly: where a report loads plotly.js from
 
 
 def is_number(value: Any) -> bool:
