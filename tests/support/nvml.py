@@ -8,7 +8,7 @@ from typing import Any
 
 import pynvml
 
-UUID = "GPU-" + "0" * 32  # of the fake device of `rehearse --gpu` (fake_cuda/runtime.py)
+UUID = "GPU-" + "0" * 32  # of the fake device of `rehearse --gpu` (src/fake_cuda/runtime.py)
 HANDLES = {UUID: "handle"}
 PERCENT = {"0": 88, "1": 40}  # of time with a kernel, by rank
 MEMORY = {"0": 61 * 2**30, "1": 63 * 2**30}  # bytes

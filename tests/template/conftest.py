@@ -118,7 +118,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in filter(None, names.stdout.split("\0")):
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+            shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
     commit(folder, "all")
     git(folder, "tag", "v1")
     return folder

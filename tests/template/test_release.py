@@ -204,7 +204,8 @@ def test_what_is_imported_with_the_library_is_required_by_it() -> None:
                 found |= {alias.name.split(".")[0]: str(path) for alias in node.names}
     owners = importlib.metadata.packages_distributions()
     known = {name for name in owners if required & {owner.lower() for owner in owners[name]}}
-    lacking = found.keys() - sys.stdlib_module_names - known
+    own = {path.name for path in (ROOT / "src").iterdir()}
+    lacking = found.keys() - sys.stdlib_module_names - known - own
     assert "torch" in found and lacking <= of_wings
     for name in lacking:
         assert "/wings/" in found[name] or found[name].endswith(
