@@ -80,22 +80,24 @@ if find_spec("tensorboard"):
 def trainer_defaults(module: type) -> dict[str, object]:
     """Returns the Trainer's arguments that differ from Lightning's in a run of this module's class:
     clipping and validation by steps are a language model's."""
-    of_text = TRAINER_DEFAULTS_OF_TEXT if getattr(module, "counts_tokens", False) else {}
-    return TRAINER_DEFAULTS | of_text
+    if getattr(module, "counts_tokens", False):
+        return TRAINER_DEFAULTS | TRAINER_DEFAULTS_OF_TEXT
+    return dict(TRAINER_DEFAULTS)
 
 
 def differing(given: Mapping[str, Any]) -> str:
     """Returns the line that says which of the Trainer's arguments are not Lightning's, though the
     user gave none of them; "" if there is none."""
-    found = [
-        f"{key} {str(value).lower()}"
-        for key, value in TRAINER_DEFAULTS.items()
-        if key != "logger" and given.get(key) == value
-    ]
+    found = []
+    for key, value in TRAINER_DEFAULTS.items():
+        if key != "logger" and given.get(key) == value:
+            found.append(f"{key} {str(value).lower()}")
     loggers = given.get("logger")
     if isinstance(loggers, list) and loggers:
         found.append(f"logger {', '.join(type(each).__name__ for each in loggers)}")
-    return f"trainer           Lightning's defaults, but {', '.join(found)}" if found else ""
+    if not found:
+        return ""
+    return f"trainer           Lightning's defaults, but {', '.join(found)}"
 
 
 def hide_expected() -> None:

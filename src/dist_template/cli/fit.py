@@ -62,7 +62,7 @@ from .run import (
     run_section,
     write_predictions,
 )
-from .trainer import complete
+from .trainer import as_list, complete
 
 __all__ = ["CLI", "WithoutTrainer"]
 
@@ -72,7 +72,7 @@ def is_logger(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Logger)
 
 
-# known to `class_path` by their names
+# Imported, so that `class_path` knows them by their names.
 loaded_parts(STRATEGIES, "strategy_class", is_strategy)
 loaded("dist_template.loggers", is_logger)
 hide_expected()
@@ -104,8 +104,10 @@ class CLI(OpenCLI):
         self._package = project.folder
         self._verb = args[0] if run else None
         self._name = self._verb or verb
-        after = [word for flag, word in pairwise(args) if flag in ("-h", "--help")]
-        self._section = next((word for word in after if not word.startswith("-")), "")
+        self._section = ""  # of `fit --help SECTION`
+        for flag, word in pairwise(args):
+            if flag in ("-h", "--help") and not word.startswith("-") and not self._section:
+                self._section = word
         module = project.class_of(project.module)
         self._trainer_defaults = trainer_defaults(module)
         super().__init__(
@@ -135,9 +137,8 @@ class CLI(OpenCLI):
 
     def subcommands(self) -> dict[str, set[str]]:
         """Returns only the given verb: the parsers of all four take four times as long."""
-        return {
-            verb: skipped for verb, skipped in super().subcommands().items() if verb == self._verb
-        }
+        every = super().subcommands()
+        return {verb: every[verb] for verb in every if verb == self._verb}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self._sections: dict[str, type] = {"trainer": L.Trainer, "cluster": Site}
@@ -213,7 +214,8 @@ class CLI(OpenCLI):
         except InputError:
             raise
         except ValueError as error:  # jsonargparse lists the reason among other failed attempts
-            if lacking := missing_requirement(str(error)):
+            lacking = missing_requirement(str(error))
+            if lacking:
                 raise InputError(lacking) from error
             if refused.why:
                 raise InputError(refused.why) from error
@@ -225,8 +227,7 @@ class CLI(OpenCLI):
         self._check_limits()
         if not self.model.automatic_optimization:
             kwargs |= self._settings_of_manual_optimization()
-        given = self._trainer_arguments.get("callbacks") or []
-        callbacks = given if isinstance(given, list) else [given]
+        callbacks = as_list(self._trainer_arguments.get("callbacks"))
         if any(isinstance(callback, ProgressBar) for callback in callbacks):
             kwargs["enable_progress_bar"] = True  # Lightning refuses the bar with our default
         try:
@@ -264,23 +265,25 @@ class CLI(OpenCLI):
                 f" self.clip_gradients(optimizer, {given[key]}) in its training_step, and remove"
                 " the key"
             )
-        if (given.get("accumulate_grad_batches") or 1) > 1:
+        batches = given.get("accumulate_grad_batches")
+        if batches is not None and batches > 1:
             raise InputError(
-                f"trainer.accumulate_grad_batches is {given['accumulate_grad_batches']}, and"
-                f" {name} optimizes manually: step every so many batches in its training_step, and"
-                " remove the key"
+                f"trainer.accumulate_grad_batches is {batches}, and {name} optimizes manually: step"
+                " every so many batches in its training_step, and remove the key"
             )
         return {key: None}
 
     def _pass_optimization(self) -> None:
         """Passes --optimizer and --lr_scheduler to optim.py, which builds them."""
         for key in OPTIMIZATION:
-            if not (chosen := self.value(self.config, key)):
+            chosen = self.value(self.config, key)
+            if not chosen:
                 continue
             if not any_module.typed_attribute(self.model, "optim", OptimConfig):
                 name = type(self.model).__name__
                 raise InputError(f"--{key}: {name} has no `optim`; edit its configure_optimizers")
-            if why := limits.unread.class_without_effect(self.model, key):
+            why = limits.unread.class_without_effect(self.model, key)
+            if why:
                 raise InputError(why)
             setattr(self.model.optim, f"{key}_class", chosen.as_dict())
 
@@ -340,7 +343,8 @@ class CLI(OpenCLI):
     # ---- around a verb, in the first process, before any other process starts ----------------
 
     def before_fit(self) -> None:
-        """Tokenizes unless a launcher has started other processes, and checks the model."""
+        """Tokenizes unless a launcher has started other processes, and checks the model. Then the
+        values that depend on the data are chosen, and the run's folder is locked."""
         environment = getattr(self.trainer.strategy, "cluster_environment", None)
         is_launched = environment is not None and environment.creates_processes_externally
         is_fit = self.subcommand == "fit"
@@ -350,31 +354,38 @@ class CLI(OpenCLI):
                 self.datamodule.require()  # a stale cache is refused, not replaced
             else:
                 self.datamodule.prepare(report=WATCHDOG.report)
-        self._check_limits(config := any_module.build_config(self.model, self.datamodule))
-        if is_fit:
-            ranks = limits.data_parallel(self._machine, self._trainer_arguments)
-            given = self.trainer, self.model, self.datamodule, config, resumes, ranks
-            callbacks = any_module.callbacks_of(self.trainer)
-            (record,) = (each for each in callbacks if isinstance(each, Record))
-            for line in Choice(record.config, *given).lines():
-                rank_zero_only(print)(line)
+        config = any_module.build_config(self.model, self.datamodule)
+        self._check_limits(config)
+        if not is_fit:
+            return
+        self._choose_values(config, resumes)
         if resumes:
-            self.value(self.config_init, "last_checkpoint").compare(
-                Path(resumes), self.trainer, self.datamodule, self.model
-            )
-        if is_fit and not getattr(self.model, "counts_tokens", False):
-            if line := differing(self._trainer_arguments):
-                rank_zero_only(print)(line)
-        if is_fit:
-            where = self.trainer.strategy, self.trainer.world_size, self._package
-            for note in limits.proven.notes(config, self.model, self.datamodule, *where):
-                rank_zero_only(print)(note)
-            given = self._machine, self._trainer_arguments, self.model, self.datamodule, config
-            for note in limits.notes(*given, typed=self._typed):
-                rank_zero_only(print)(note)
-            self.value(self.config_init, "same_environment").lock(
-                self.trainer, self.run, is_launched
-            )
+            last = self.value(self.config_init, "last_checkpoint")
+            last.compare(Path(resumes), self.trainer, self.datamodule, self.model)
+        self._print_notes(config)
+        same = self.value(self.config_init, "same_environment")
+        same.lock(self.trainer, self.run, is_launched)
+
+    def _choose_values(self, config: Any, resumes: str | None) -> None:
+        """Replaces `auto` by values that depend on the data, and prints them."""
+        ranks = limits.data_parallel(self._machine, self._trainer_arguments)
+        callbacks = any_module.callbacks_of(self.trainer)
+        (record,) = (each for each in callbacks if isinstance(each, Record))
+        given = self.trainer, self.model, self.datamodule, config, resumes, ranks
+        for line in Choice(record.config, *given).lines():
+            rank_zero_only(print)(line)
+
+    def _print_notes(self, config: Any) -> None:
+        """Prints what is not Lightning's default, not proven, or has no effect on this model."""
+        lines: list[str] = []
+        if not getattr(self.model, "counts_tokens", False):
+            lines.append(differing(self._trainer_arguments))
+        where = self.trainer.strategy, self.trainer.world_size, self._package
+        lines += limits.proven.notes(config, self.model, self.datamodule, *where)
+        given = self._machine, self._trainer_arguments, self.model, self.datamodule, config
+        lines += limits.notes(*given, typed=self._typed)
+        for line in filter(None, lines):
+            rank_zero_only(print)(line)
 
     before_validate = before_test = before_fit
 

@@ -1,7 +1,14 @@
 """Finds unknown sections and misspelt keys before torch is imported, which takes seconds.
 
 The arguments of the classes are read as source text. What is not certain there passes: the parser,
-which imports the classes, checks it later and says the same."""
+which imports the classes, checks it later and says the same.
+
+1  `_places` says which class each section of the configuration sets.
+2  `_given` yields each key of the flags and the files.
+3  The section has to be known, and each name after it an argument of the class, or of the dataclass
+   below it (`_refuse_misspelt`); a name that is near a known one is refused.
+4  A class's arguments are those of its `__init__` or its fields, and those of its base classes, if
+   nothing in its source can change that (`_of_class`)."""
 
 import ast
 import importlib
@@ -46,8 +53,11 @@ def check(argv: list[str], project: Project) -> None:
         _refuse_chosen_class(section, rest.partition(".")[0], where)
         is_own = where == "--" and argv[0] not in TRAINING and "." not in path
         if section not in known and not is_own:  # another verb has flags of its own
+            hint = ";"
             near = get_close_matches(section, known, 1, NEAR)
-            hint = f"; did you mean {'.'.join([near[0], rest]).rstrip('.')}?" if near else ";"
+            if near:
+                meant = f"{near[0]}.{rest}" if rest else near[0]
+                hint = f"; did you mean {meant}?"
             what = f"{where}{path} is not a key of this program"
             raise InputError(f"{what}{hint} see --help for every key")
         _refuse_misspelt(path, where, places)
@@ -74,7 +84,7 @@ def _given(flags: list[str], is_training: bool) -> Iterator[tuple[str, str]]:
         name, has_value, value = word.partition("=")
         if name in ("-c", "--config"):
             if not has_value:
-                value = "".join(flags[number + 1 : number + 2])
+                value = flags[number + 1] if number + 1 < len(flags) else ""
             if not value or "://" in value or value.startswith("{"):
                 continue  # jsonargparse reads addresses and mappings
             try:
@@ -91,10 +101,11 @@ def _given(flags: list[str], is_training: bool) -> Iterator[tuple[str, str]]:
 
 def _paths(content: dict[str, Any]) -> Iterator[str]:
     for name, value in content.items():
-        if not (isinstance(value, dict) and value):
-            yield str(name)
+        if isinstance(value, dict) and value:
+            for path in _paths(value):
+                yield f"{name}.{path}"
         else:
-            yield from (f"{name}.{path}" for path in _paths(value))
+            yield str(name)
 
 
 def _refuse_misspelt(key: str, where: str, places: dict[str, list[Place]]) -> None:
@@ -106,7 +117,8 @@ def _refuse_misspelt(key: str, where: str, places: dict[str, list[Place]]) -> No
         if not known or name in OF_CLASSES:
             return
         if name.rstrip("+") not in known:
-            near = get_close_matches(f"{path}.{name}", [f"{path}.{one}" for one in known], 1, NEAR)
+            paths = [f"{path}.{argument}" for argument in known]
+            near = get_close_matches(f"{path}.{name}", paths, 1, NEAR)
             if near:
                 what = f"{where}{path}.{name} is not a key of this program"
                 raise InputError(f"{what}; did you mean {near[0]}? see --help for every key")
@@ -147,7 +159,9 @@ def _arguments_of_all(classes: list[Place]) -> Arguments | None:
 def _arguments(module: str, name: str) -> Arguments | None:
     """Returns what the class accepts; None if that cannot be read."""
     found = _definition(module, name)
-    return None if found is None else _of_class(*found)
+    if found is None:
+        return None
+    return _of_class(*found)
 
 
 @cache
@@ -163,30 +177,54 @@ def _definition(module: str, name: str) -> tuple[ast.ClassDef, str] | None:
     except (OSError, ValueError, SyntaxError):  # the import will report it
         return None
     alias, is_in_module, attribute = name.rpartition(".")
-    if is_in_module:  # import lightning as L
-        modules = [one for node in tree.body if isinstance(node, ast.Import) for one in node.names]
-        named = [one.name for one in modules if (one.asname or one.name) == alias]
+    if is_in_module:  # L.LightningModule, by `import lightning as L`
+        named = _modules_named(alias, tree)
         return _definition(named[0], attribute) if len(named) == 1 else None
-    # Lightning's star import is of its own version and authors
-    has_star = any("import *" in ast.unparse(node) for node in tree.body if _imports(node))
-    if _times_bound(tree, name) != 1 or (has_star and module.partition(".")[0] != "lightning"):
+    if _times_bound(tree, name) != 1:
+        return None
+    # A star import may bind it again. Lightning's own ones are known not to.
+    if _has_star(tree) and module.partition(".")[0] != "lightning":
         return None
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node, module
         if isinstance(node, ast.ImportFrom):
             for one in node.names:
-                if (one.asname or one.name) == name:
-                    origin = resolve_name("." * node.level + (node.module or ""), package)
-                    if origin in LAZY:
-                        place = importlib.import_module(origin).PLACES.get(one.name)
-                        origin = f"{LIBRARY}.{place}" if place else ""
-                    return _definition(origin, one.name)
+                if _bound_name(one) == name:
+                    return _definition(_origin(node, one.name, package), one.name)
     return None  # it is bound under a condition
 
 
-def _imports(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom)
+def _bound_name(alias: ast.alias) -> str:
+    return alias.name if alias.asname is None else alias.asname
+
+
+def _modules_named(name: str, tree: ast.Module) -> list[str]:
+    """Returns the modules that `import … as name` binds at the top of a module."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found += [one.name for one in node.names if _bound_name(one) == name]
+    return found
+
+
+def _has_star(tree: ast.Module) -> bool:
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            return True
+    return False
+
+
+def _origin(node: ast.ImportFrom, name: str, package: str) -> str:
+    """Returns the module that an import in `package` takes `name` from; "" if it is not known."""
+    module = "." * node.level
+    if node.module is not None:
+        module += node.module
+    origin = resolve_name(module, package)
+    if origin not in LAZY:
+        return origin
+    place = importlib.import_module(origin).PLACES.get(name)
+    return f"{LIBRARY}.{place}" if place else ""
 
 
 def _times_bound(tree: ast.Module, name: str) -> int:
@@ -196,7 +234,7 @@ def _times_bound(tree: ast.Module, name: str) -> int:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             found += node.name == name
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found += [one.asname or one.name for one in node.names].count(name)
+            found += [_bound_name(one) for one in node.names].count(name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found += node.id == name
     return found
@@ -205,7 +243,9 @@ def _times_bound(tree: ast.Module, name: str) -> int:
 def _file_of(module: str) -> Path | None:
     root, *parts = module.split(".")
     spec = find_spec(root) if root else None
-    for folder in (spec.submodule_search_locations if spec else None) or ():
+    if spec is None or spec.submodule_search_locations is None:
+        return None
+    for folder in spec.submodule_search_locations:
         path = Path(folder, *parts)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
@@ -220,56 +260,76 @@ PLAIN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign, ast.E
 def _of_class(node: ast.ClassDef, module: str) -> Arguments | None:
     """Returns what the constructor accepts; None if something may change that: a decorator, a
     metaclass, `__new__`, a condition, arguments that are read out of **kwargs."""
-    is_certain = not node.keywords and all(isinstance(each, PLAIN) for each in node.body)
-    decorators = [ast.unparse(each).partition("(")[0] for each in node.decorator_list]
+    decorators = {ast.unparse(each).partition("(")[0] for each in node.decorator_list}
     functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
     names = [each.name for each in functions]
-    is_certain = is_certain and {*decorators} <= {"dataclass", "dataclasses.dataclass"}
-    if not is_certain or "__new__" in names or names.count("__init__") > 1:
+    if node.keywords or not all(isinstance(each, PLAIN) for each in node.body):
+        return None
+    if not decorators <= {"dataclass", "dataclasses.dataclass"}:
+        return None
+    if "__new__" in names or names.count("__init__") > 1:
         return None
     init = next((each for each in functions if each.name == "__init__"), None)
     if init is None and _is_dataclass(node):
-        fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
-        known = {ast.unparse(n.target): _below(n, n.value, module) for n in fields}
-        for base in node.bases:
-            above = _definition(module, ast.unparse(base))
-            if above is None:
-                return None
-            if _is_dataclass(above[0]):  # others add no argument
-                inherited = _of_class(*above)
-                if inherited is None:
-                    return None
-                known = inherited | known
-        return known
+        return _of_dataclass(node, module)
     found: Arguments = {}
-    if init:
-        given = init.args
-        places = [*given.posonlyargs, *given.args][1:]
-        defaults: list[ast.expr | None] = [None] * (len(places) - len(given.defaults))
-        pairs = [*zip(places, [*defaults, *given.defaults], strict=True)]
-        pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
-        found = {argument.arg: _below(argument, default, module) for argument, default in pairs}
-        if given.kwarg is None:
+    if init is not None:
+        found = _of_constructor(init.args, module)
+        rest = init.args.kwarg
+        if rest is None:
             return found
-        if init.decorator_list or not _is_passed_on(init, given.kwarg.arg):
+        if init.decorator_list or not _is_passed_on(init, rest.arg):
             return None  # it takes arguments out of **kwargs
     if not node.bases:
         return found
-    inherited = _arguments(module, ast.unparse(node.bases[0])) if len(node.bases) == 1 else None
+    if len(node.bases) > 1:
+        return None
+    inherited = _arguments(module, ast.unparse(node.bases[0]))
     return None if inherited is None else inherited | found
+
+
+def _of_dataclass(node: ast.ClassDef, module: str) -> Arguments | None:
+    """Returns the fields of a dataclass and of those that it inherits from."""
+    known: Arguments = {}
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign):
+            known[ast.unparse(field.target)] = _below(field, field.value, module)
+    for base in node.bases:
+        above = _definition(module, ast.unparse(base))
+        if above is None:
+            return None
+        if _is_dataclass(above[0]):  # others add no argument
+            inherited = _of_class(*above)
+            if inherited is None:
+                return None
+            known = inherited | known
+    return known
+
+
+def _of_constructor(given: ast.arguments, module: str) -> Arguments:
+    """Returns the arguments of a method, without `self`."""
+    positional = [*given.posonlyargs, *given.args][1:]
+    # ast has the defaults of the last ones alone.
+    num_without = len(positional) - len(given.defaults)
+    defaults: list[ast.expr | None] = [None] * num_without + given.defaults
+    found = {}
+    for argument, default in zip(positional, defaults, strict=True):
+        found[argument.arg] = _below(argument, default, module)
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found[argument.arg] = _below(argument, default, module)
+    return found
 
 
 def _is_passed_on(init: ast.FunctionDef, name: str) -> bool:
     """Returns whether **`name` is only given to the base class's constructor, once."""
-    uses = [n for n in ast.walk(init) if isinstance(n, ast.Name) and n.id == name]
-    calls = [n for n in ast.walk(init) if isinstance(n, ast.Call)]
-    passed = [
-        each
-        for each in calls
-        if ast.unparse(each.func) == "super().__init__"
-        and any(one.arg is None and ast.unparse(one.value) == name for one in each.keywords)
-    ]
-    return len(uses) == len(passed) == 1
+    num_uses = num_passed = 0
+    for node in ast.walk(init):
+        if isinstance(node, ast.Name) and node.id == name:
+            num_uses += 1
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
+            unpacked = [ast.unparse(each.value) for each in node.keywords if each.arg is None]
+            num_passed += name in unpacked
+    return num_uses == num_passed == 1
 
 
 def _is_dataclass(node: ast.ClassDef) -> bool:
@@ -279,6 +339,9 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
 def _below(given: ast.arg | ast.AnnAssign, default: ast.expr | None, module: str) -> Place | None:
     """Returns where the dataclass is whose fields are keys below this argument: its annotation is
     also its default's class, so that the value is no other class's."""
-    kind = given.annotation and ast.unparse(given.annotation)
-    is_own = isinstance(default, ast.Call) and ast.unparse(default.func) == kind
-    return (module, str(kind)) if is_own else None
+    if given.annotation is None or not isinstance(default, ast.Call):
+        return None
+    kind = ast.unparse(given.annotation)
+    if ast.unparse(default.func) != kind:
+        return None
+    return module, kind

@@ -1,5 +1,11 @@
 """`python -m <package> VERB …`: runs the verb's module, and reports bad input in one sentence.
 
+1  Signals are handled from the first moment of a training on (`main`).
+2  The verb, the environment variables of launchers, the folder and the installed packages are
+   checked, then the keys, without torch (`_start`).
+3  The verb's module is imported and called.
+4  An error becomes a sentence and an exit code (`_run`), or the few lines of a crash (`command`).
+
 It imports nothing heavy, so that `--help` answers at once."""
 
 import importlib.util
@@ -67,7 +73,9 @@ def main(module: str, data: str, package: str | None, argv: list[str] | None = N
     open_streams()
     if re.fullmatch(r"--local[-_]rank=\d+", "".join(sys.argv[1:2])):
         del sys.argv[1]  # the deepspeed launcher writes it before the verb, and sets LOCAL_RANK too
-    project, argv = Project(package or "", module, data), sys.argv[1:] if argv is None else argv
+    project = Project("" if package is None else package, module, data)
+    if argv is None:
+        argv = sys.argv[1:]
     skip_finalization()
     if not sys.stderr.isatty():  # transformers' progress bars too
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -97,12 +105,7 @@ def _run(argv: list[str], project: Project) -> int:
     except (InputError, Ended) as error:
         if os.environ.get("TRACEBACK", "0") != "0":
             traceback.print_exc()
-        start = "error: " if isinstance(error, InputError) else "\n"
-        if local_rank() == (error.local_rank if isinstance(error, Ended) else 0):
-            print(f"{start}{shortened(str(error), 2000)}", file=sys.stderr)
-        elif isinstance(error, InputError) and _is_alone():
-            rank = os.environ.get("RANK") or local_rank()
-            print(f"rank {rank}: {start}{shortened(str(error), 2000)}", file=sys.stderr)
+        _report(error)
         return error.code if isinstance(error, Ended) else Exit.BAD_INPUT
     except RuntimeError as error:
         from ..observe.crash import record_of
@@ -125,9 +128,22 @@ def _run(argv: list[str], project: Project) -> int:
         WATCHDOG.stop()
 
 
+def _report(error: InputError | Ended) -> None:
+    """Prints the sentence once on each node; one of another rank alone, with its rank."""
+    sentence = shortened(str(error), 2000)
+    if isinstance(error, Ended):
+        if local_rank() == error.local_rank:
+            print(f"\n{sentence}", file=sys.stderr)
+    elif local_rank() == 0:
+        print(f"error: {sentence}", file=sys.stderr)
+    elif _is_alone():
+        rank = os.environ.get("RANK")
+        print(f"rank {rank if rank else local_rank()}: error: {sentence}", file=sys.stderr)
+
+
 def _is_alone() -> bool:
-    """Returns whether rank 0, which has started this process, goes on while this one has an error:
-    what is wrong for all ranks ends it in a moment too, and it prints that."""
+    """Returns whether rank 0, which has started this process, continues while this one has an
+    error: what is wrong for all ranks ends it in a moment too, and it prints that."""
     if "LOCAL_WORLD_SIZE" in os.environ:  # another launcher's, whose process is the parent
         return False
     parent, until = os.getppid(), time.monotonic() + ALONE_S
@@ -166,7 +182,8 @@ def _start(argv: list[str], project: Project) -> None:
     if verb in TRAINING:
         hide_warnings()
         WATCHDOG.start(START_TIMEOUT_S)  # an import from a file server may hang
-    with nullcontext() if known[verb].point.module in sys.modules else without_collections():
+    is_imported = known[verb].point.module in sys.modules
+    with nullcontext() if is_imported else without_collections():
         function = known[verb].load()
     try:
         function(argv, project)

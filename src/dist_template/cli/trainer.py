@@ -1,4 +1,12 @@
-"""Completes Lightning's Trainer with the parts that every run has."""
+"""Completes Lightning's Trainer with the parts that every run has.
+
+1  The strategy: DDP's defaults, threads of each process, the checkpoint format, parameters in half
+   precision.
+2  The log of the run, beside the user's loggers.
+3  Callbacks, in the order of their calls: those that must see everything first; the user's and
+   those of every run, which Lightning has already; what writes and prints the results last.
+4  The training loop with less overhead.
+5  The watchdog, and the comparison of the ranks' environments, which wait for the start."""
 
 import json
 from collections.abc import Callable
@@ -65,8 +73,7 @@ def complete(
         trainer.loggers = [*trainer.loggers, RunLog(run)]
     plain = redacted(json.loads(json.dumps(config, default=str)))
     summary = Summary(run, calls_hooks=not trainer.fast_dev_run)
-    callbacks = given.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = as_list(given.get("callbacks"))
     first: list[Any] = [Crash(run), Trainable(), RankStates(), Monitors(callbacks, plateau)]
     if not any_module.owns_order(data):
         first.insert(0, SampleOrder(distributes=given.get("use_distributed_sampler", True)))
@@ -74,14 +81,21 @@ def complete(
     trainer.callbacks = [*first, *trainer.callbacks, *last]
     if given.get("enable_checkpointing") is False:
         savers = (LastCheckpoint, BestCheckpoint)
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, savers)]
+        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, savers)]
     if any(isinstance(callback, STYLED) for callback in trainer.callbacks):
         allow_styles()
     lighten(trainer)
     for line in unheard(trainer):
         rank_zero_only(print)(line)
-    (watchdog,) = (c for c in trainer.callbacks if isinstance(c, Watchdog))
-    (same,) = (c for c in trainer.callbacks if isinstance(c, SameEnvironment))
+    (watchdog,) = (each for each in trainer.callbacks if isinstance(each, Watchdog))
+    (same,) = (each for each in trainer.callbacks if isinstance(each, SameEnvironment))
     watchdog.begin(trainer, run)
     same.begin(trainer, run, plain, watchdog.start_timeout_s)
     return summary
+
+
+def as_list(given: Any) -> list[Any]:
+    """Returns trainer.callbacks as a list: Lightning takes one callback, several or none."""
+    if not given:
+        return []
+    return given if isinstance(given, list) else [given]

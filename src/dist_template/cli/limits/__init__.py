@@ -8,7 +8,7 @@ The libraries refuse most of this too, but on every rank, in the middle of a sta
 name of a key. Checks that need the built model (its blocks, several optimizers) are left to them.
 
     machine.py    what is known before the start
-    proven.py     models that did not train right in `python -m zoo`
+    proven.py     models that did not train correctly in `python -m zoo`
     options.py    keys and callbacks that are replaced, unread keys
     unread.py     keys of methods that the module replaces
     training.py   strategies, precision, batches, schedule, the module's own check"""
@@ -23,9 +23,8 @@ import lightning as L
 
 from ...by_tokens import AUTO
 from ...parallel.configured import NOT_READ_YET
-from ...parallel.spec import spec_of
 from . import options, proven, training, unread
-from .machine import Machine, Setup
+from .machine import Machine, Setup, spec_in
 
 __all__ = ["Machine", "accumulated_batch", "least_batch", "refusal_of_strategy", "violations"]
 
@@ -67,8 +66,13 @@ def violations(
         data = copy.copy(data)
         data.global_batch_size = size
     setup = Setup(machine, trainer, module, data, model_config, trains, saves_asynchronously, typed)
-    found = [sentence for topic in TOPICS for sentence in topic(setup)]
-    return found or [*proven.refused(setup)]
+    found: list[str] = []
+    for topic in TOPICS:
+        found += topic(setup)
+    if found:
+        return found
+    # Last: what a model computes under a strategy that cannot start is of no interest.
+    return list(proven.refused(setup))
 
 
 def notes(
@@ -82,7 +86,7 @@ def notes(
     """Returns a line for each value of a file that has no effect on this model; the arguments are
     as in `violations`."""
     setup = Setup(machine, trainer, module, data, model_config, trains=True, typed=typed)
-    return [*unread.notes(setup)]
+    return list(unread.notes(setup))
 
 
 def refusal_of_strategy(
@@ -103,7 +107,7 @@ def refusal_of_strategy(
 def data_parallel(machine: Machine, trainer: Mapping[str, Any]) -> int:
     """Returns the number of ranks that read different batches. Raises InputError for sizes of a
     strategy that do not fit."""
-    return spec_of(trainer.get("strategy") or "auto").data_parallel(machine.world_size)
+    return spec_in(trainer).data_parallel(machine.world_size)
 
 
 def accumulated_batch(

@@ -13,7 +13,7 @@ from ...errors import InputError, reason
 from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
 from ...parallel.configured import Configured, Hardware
-from ...parallel.spec import Spec, spec_of
+from ...parallel.spec import Spec
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
@@ -33,7 +33,8 @@ class Machine(Hardware):
             found = L.Trainer(**requested, **off)
         except Exception as error:  # MisconfigurationException, ValueError or RuntimeError
             given = ", ".join(f"trainer.{key} {value!r}" for key, value in requested.items())
-            gpus = f"{torch.accelerator.device_count() or 'no'} GPU(s)"
+            num_gpus = torch.accelerator.device_count()
+            gpus = f"{num_gpus} GPU(s)" if num_gpus else "no GPU(s)"
             why = reason(error).rstrip("!")
             sentence = f"{given}: this machine has {gpus}: {why}; edit one of these keys"
             raise InputError(sentence) from error
@@ -45,17 +46,28 @@ class Machine(Hardware):
         """Returns the machine of the real run; `auto` devices are `default`, or this machine's.
         Raises InputError if this machine lacks the devices."""
         given = str(trainer["devices"])
-        if not given.isdigit() and default is None:
+        if given.isdigit():
+            devices = int(given)
+        elif default is None:
             return cls.of(trainer)
-        devices = int(given) if given.isdigit() else default or 1
+        else:
+            devices = max(default, 1)
         kind = trainer["accelerator"]
         kind = {"gpu": "cuda", "auto": "cuda"}.get(kind, kind)
         return cls(kind, devices, trainer["num_nodes"], _precision(trainer))
 
 
 def _precision(trainer: Mapping[str, Any]) -> str:
-    given = str(trainer.get("precision") or "32-true")
-    return _PRECISIONS.get(given, given)
+    given = trainer.get("precision")
+    if given is None:
+        return "32-true"
+    return _PRECISIONS.get(str(given), str(given))
+
+
+def spec_in(trainer: Mapping[str, Any]) -> Spec:
+    """Returns what the strategy of a Trainer's arguments says of itself."""
+    given = trainer.get("strategy")
+    return spec_of(given if given else "auto")
 
 
 @dataclass(frozen=True)
@@ -69,14 +81,15 @@ class Setup(Configured):
 
     @property
     def spec(self) -> Spec:
-        return spec_of(self.trainer.get("strategy") or "auto")
+        return spec_in(self.trainer)
 
     @property
     def num_steps(self) -> float | None:
         """Maximum of optimizer steps: inf without an end, None if epochs end training."""
-        if (steps := self.trainer.get("max_steps", -1)) >= 0:
+        steps = self.trainer.get("max_steps", -1)
+        if steps >= 0:
             return steps
         epochs = self.trainer.get("max_epochs")
-        if epochs is None:
-            epochs = 1000 if self.trainer.get("max_time") is None else -1  # Lightning's defaults
+        if epochs is None and self.trainer.get("max_time") is not None:
+            epochs = -1  # Lightning's default; without a max_time it is 1000
         return float("inf") if epochs == -1 else None

@@ -64,7 +64,8 @@ def replaced_keys(setup: Setup) -> Iterator[str]:
     for key, (allowed, instead) in REPLACED.items():
         if key in OF_AN_ORDER and not owns_order(setup.data):
             continue
-        if (given := setup.trainer.get(key, allowed)) != allowed:
+        given = setup.trainer.get(key, allowed)
+        if given != allowed:
             yield f"trainer.{key} {str(given).lower()} is not supported: {instead}"
 
 
@@ -125,8 +126,9 @@ def flags(setup: Setup) -> Iterator[str]:
                     f" {type(callback).__name__}, which saves: remove one of them"
                 )
     loggers = setup.trainer.get("logger")
-    if isinstance(spec, MeshSpec) and setup.module.example_input_array is not None:
-        for logger in loggers if isinstance(loggers, list) else []:
+    has_example = setup.module.example_input_array is not None
+    if isinstance(spec, MeshSpec) and has_example and isinstance(loggers, list):
+        for logger in loggers:
             if logs_graph(logger):
                 yield (
                     f"trainer.logger: {type(logger).__name__} with log_graph true does not work"
@@ -143,7 +145,8 @@ def flags(setup: Setup) -> Iterator[str]:
 
 def manual_optimization(setup: Setup) -> Iterator[str]:
     """Several backward passes, and weights that are frozen for one: "resize storage" in FSDP2."""
-    if setup.trains and not setup.module.automatic_optimization and not setup.spec.is_replicated:
+    is_manual = setup.trains and not setup.module.automatic_optimization
+    if is_manual and not setup.spec.is_replicated:
         yield (
             f"{type(setup.module).__name__} optimizes manually (automatic_optimization is False),"
             f" which does not work under {setup.spec.name}: use --config strategy/ddp or one"
@@ -153,13 +156,14 @@ def manual_optimization(setup: Setup) -> Iterator[str]:
 
 def ignored(setup: Setup) -> Iterator[str]:
     """Keys of AdamW that another optimizer does not read. Muon has AdamW beside it."""
-    chosen = setup.optim.optimizer_class if setup.trains and setup.optim is not None else None
-    name = chosen["class_path"].rpartition(".")[2] if chosen else "Muon"
-    if name != "Muon":
+    if not setup.trains or setup.optim is None:
+        return
+    chosen = setup.optim.optimizer_class
+    name = chosen["class_path"].rpartition(".")[2] if chosen else ""
+    if name not in ("", "Muon"):
         why = f"--optimizer {name} has its own: give --optimizer.KEY, if it has that key"
         yield from without_effect("model.optim", setup.optim, {"betas", "eps", "optimizer"}, why)
-    if setup.trains and setup.optim is not None:
-        yield from _of_the_schedule(setup.optim)
+    yield from _of_the_schedule(setup.optim)
 
 
 def _of_the_schedule(optim: OptimConfig) -> Iterator[str]:

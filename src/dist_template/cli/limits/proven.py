@@ -33,13 +33,11 @@ def refused(setup: Setup) -> Iterator[str]:
 def notes(
     config: Any, module: Any, data: Any, strategy: Any, world_size: int, package: Path
 ) -> Iterator[str]:
-    """Yields notes about combinations that nobody has compared with one process, code that never
-    ran on a fake GPU, and models that leak between documents."""
+    """Yields notes: combinations that were not compared with one process, code that never ran on a
+    fake GPU, and models that leak between documents."""
     found = proof.verdict(config, proof.axes_of(strategy, world_size, module), package.parent)
-    if (
-        getattr(strategy, "root_device", torch.device("cpu")).type == "cuda"
-        and proof.waits_of(package) is None
-    ):
+    device = getattr(strategy, "root_device", torch.device("cpu"))
+    if device.type == "cuda" and proof.waits_of(package) is None:
         yield (
             f"note: this code was not rehearsed for a GPU: `{program('rehearse --gpu')}` names"
             " what fails or waits"
@@ -48,7 +46,9 @@ def notes(
         cure = "with these flags compares it with one process in a minute, and records the result"
         yield f"note: not proven here: {found.why}. `{program('rehearse')}` {cure}"
     is_packed = getattr(data, "cross_document_attention", None) is False
-    where = proof.leaks(config) if config is not None and is_packed else {}
+    if config is None or not is_packed:
+        return
+    where = proof.leaks(config)
     if "documents" in where:
         yield (
             f"warning: in a model of type {config.model_type!r} a document sees the ones before it"

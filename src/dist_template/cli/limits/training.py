@@ -36,8 +36,10 @@ def accumulated(setup: Setup) -> int | None:
     """Returns the sequences of an optimizer step that `trainer.accumulate_grad_batches` asks for
     with a data module that derives the accumulation; None if it asks for nothing. Raises
     InputError if the batch grows."""
-    batches = setup.trainer.get("accumulate_grad_batches") or 1
-    if batches == 1 or not setup.trains or not hasattr(setup.data, "micro_batch_size"):
+    batches = setup.trainer.get("accumulate_grad_batches")
+    if not batches or batches == 1:
+        return None
+    if not setup.trains or not hasattr(setup.data, "micro_batch_size"):
         return None
     if isinstance(setup.data.global_batch_size, list):
         raise InputError(
