@@ -407,8 +407,8 @@ ROWS: dict[str, Row] = {
     "C1": Row(
         [
             f"{DOCTOR}test_gpus_cuda_and_cudnn_are_reported",  # torch's answers replaced
-            f"{DOCTOR}test_infiniband",  # a folder in place of /sys
-            f"{DOCTOR}test_the_hosts_name",
+            f"{DOCTOR}test_infiniband_ports_that_are_down_are_named",  # a folder in place of /sys
+            f"{DOCTOR}test_a_hosts_name_has_to_resolve_to_an_interface",
             f"{DOCTOR}test_a_slow_machine_is_named",
             f"{DOCTOR}test_training_is_the_same_and_the_slow_rank_is_named",
         ],
@@ -510,7 +510,7 @@ ROWS: dict[str, Row] = {
     "C11": Row(
         [
             f"{EVALUATE}test_a_run_is_better_than_its_half_and_not_than_itself",
-            f"{EVALUATE}test_baselines_of_other_tokens",
+            f"{EVALUATE}test_baselines_of_other_tokens_are_compared_by_bits_per_byte",
             f"{EVALUATE}test_a_run_is_promoted_if_it_is_better",
             "wings/diagnose/test_command.py::test_compare_prints_what_differs",
             "text/test_order.py::test_evaluation_reads_every_row_once_in_equally_many_full_batches",
@@ -529,7 +529,7 @@ ROWS: dict[str, Row] = {
     "C13": Row(
         [
             f"{SERVE}test_an_openai_client_reads_whole_answers_and_streams",
-            f"{SERVE}test_readiness_and_metrics_of_a_service",
+            f"{SERVE}test_a_service_reports_readiness_and_metrics",
             f"{SERVE}test_a_run_is_served_and_a_fault_is_refused",
             f"{SERVE}test_a_request_given_up_frees_the_model_and_sigterm_ends_a_stream",
             f"{SERVING}test_the_dockerfile_has_one_image_to_train_and_to_serve",
@@ -668,9 +668,9 @@ REMOVALS = {
     "a test that is skipped": Removal(
         "C13",
         "tests/wings/test_serve.py",
-        "def test_readiness_and_metrics_of_a_service",
-        "@pytest.mark.skip\ndef test_readiness_and_metrics_of_a_service",
-        "test_readiness_and_metrics_of_a_service does not run daily",
+        "def test_a_service_reports_readiness_and_metrics",
+        "@pytest.mark.skip\ndef test_a_service_reports_readiness_and_metrics",
+        "test_a_service_reports_readiness_and_metrics does not run daily",
     ),
     "a key": Removal(
         "C8",

@@ -14,7 +14,9 @@ FLAGS = """--run.report=false --trainer.accelerator=cpu --trainer.devices=1 --tr
 
 
 @pytest.mark.slow
-def test_of_a_module_that_steps_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_a_module_that_steps_itself_have_no_number_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its two optimizers take four steps in two batches, which nothing knows before."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DIST_RUN_ID", raising=False)

@@ -94,7 +94,9 @@ OUTDATED: Any = [  # a torn one does not count as kept; after a rollback; the on
 
 
 @pytest.mark.parametrize(("steps", "torn", "keep", "deleted"), OUTDATED)
-def test_which_are_deleted(tmp_path: Path, steps: Any, torn: Any, keep: int, deleted: Any) -> None:
+def test_only_the_newest_valid_checkpoints_are_kept(
+    tmp_path: Path, steps: Any, torn: Any, keep: int, deleted: Any
+) -> None:
     paths = {number: committed(tmp_path, number) for number in steps}
     for number in torn:
         (paths[number] / formats.FILE).unlink()

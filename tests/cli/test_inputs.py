@@ -32,7 +32,9 @@ ENVIRONMENTS = {
 
 
 @pytest.mark.parametrize("given", [each for each in ENVIRONMENTS if ENVIRONMENTS[each]])
-def test_of_the_environment(given: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_a_wrong_environment_variable_is_one_sentence(
+    given: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     for word in given.split():
         monkeypatch.setenv(*word.split("=", 1))
     assert command(["fit"]) == 2
@@ -71,7 +73,9 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("given", FLAGS)
-def test_of_flags(given: str, flags: list[str], tmp_path: Path, capfd: Any) -> None:
+def test_an_unusual_value_of_a_flag_or_file_is_refused_with_its_key(
+    given: str, flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
     (tmp_path / "empty_section.yaml").write_text("model: {nothing_here: {}}")
     (tmp_path / "empty_below.yaml").write_text("run: {names: {}}")
     (tmp_path / "empty.yaml").touch()
@@ -94,7 +98,7 @@ def test_a_time_may_have_colons(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run_id", ["{run}", " ", "a\tb"])
-def test_a_runs_id_that_is_no_name(
+def test_a_runs_id_that_is_no_name_is_refused(
     run_id: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setenv("DIST_RUN_ID", run_id)
@@ -109,7 +113,7 @@ def test_an_empty_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("words", ["fit --config=quickstart", "launch status x", "serve x/y/z"])
-def test_a_current_folder_that_is_gone(
+def test_a_current_folder_that_is_gone_is_one_sentence(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     (gone := tmp_path / "gone").mkdir()

@@ -181,7 +181,9 @@ LATER = {  # found when the run has a folder
 @pytest.mark.parametrize(
     "words", [*FLAGS, *LATER], ids=lambda words: words[-60:].replace("\0", "NUL")
 )
-def test_of_flags(words: str, flags: list[str], tmp_path: Path, capfd: Any) -> None:
+def test_a_wrong_flag_or_file_is_one_sentence(
+    words: str, flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
     for name, content in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -194,7 +196,7 @@ def test_of_flags(words: str, flags: list[str], tmp_path: Path, capfd: Any) -> N
     assert words in LATER or sorted(tmp_path.rglob("*")) == before, "a refused run leaves nothing"
 
 
-def test_of_a_disk_that_fills_up(flags: list[str], tmp_path: Path, capfd: Any) -> None:
+def test_a_disk_that_fills_up_is_one_sentence(flags: list[str], tmp_path: Path, capfd: Any) -> None:
     with disk(tmp_path / "full", "4k") as folder:
         (folder / "all").write_bytes(bytes(4096))
         error = refused("fit", [*flags, f"--run.root={folder}"], capfd)
@@ -228,7 +230,7 @@ OF_VERBS = {
 
 
 @pytest.mark.parametrize("words", OF_VERBS)
-def test_of_a_verbs_own_words(words: str, capfd: Any) -> None:
+def test_a_wrong_word_of_a_verb_is_one_sentence(words: str, capfd: Any) -> None:
     verb, *flags = words.split()
     assert re.search(f"^error: .*{OF_VERBS[words]}", refused(verb, flags, capfd))
 
@@ -248,7 +250,9 @@ CHECKPOINTS = {
 
 
 @pytest.mark.slow
-def test_of_a_checkpoint(flags: list[str], tmp_path: Path, capfd: Any) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_one_sentence(
+    flags: list[str], tmp_path: Path, capfd: Any
+) -> None:
     """Several in one test: each needs the same trained checkpoint."""
     flags = [*flags, "--config=strategy/fsdp2", "--trainer.devices=1", "--trainer.accelerator=cpu"]
     assert run("fit", *flags, "--trainer.max_steps=1") == 0
@@ -274,7 +278,9 @@ class Mistaken(Source):
         yield "second", {"body": "a text"}["text"]
 
 
-def test_of_an_error_in_a_source(flags: Any, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
+def test_an_error_in_a_users_source_has_its_line(
+    flags: Any, tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
     flags = ["fit", *(flag for flag in flags if not flag.startswith("--data.source."))]
     flags += [f"--data.source={__name__}.Mistaken", f"--data.cache_dir={tmp_path}/cache"]
     assert command(flags) == Exit.FAILED

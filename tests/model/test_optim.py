@@ -171,7 +171,7 @@ RATE = [Phase(2.2e-4, 10 * T), Phase(2.2e-5, 14.3 * T, "cosine"), Phase(2.2e-5, 
 RATE += [Phase(7.3e-6)]
 
 
-def test_the_schedules_of_deepseek_v3() -> None:
+def test_phases_give_the_schedules_of_deepseek_v3() -> None:
     expected = {0: 2.2e-4, 9.99: 2.2e-4, 12.15: 1.21e-4, 14.3: 2.2e-5, 14.6: 2.2e-5, 14.7: 7.3e-6}
     for tokens, rate in expected.items():
         assert value_at(RATE, tokens * T) == pytest.approx(rate, rel=1e-9), tokens

@@ -68,7 +68,9 @@ VERDICTS: Any = [
 
 
 @pytest.mark.parametrize(("fields", "axes", "kind", "why"), VERDICTS)
-def test_a_verdict(fields: dict[str, Any], axes: str, kind: str, why: str) -> None:
+def test_a_verdict_depends_on_type_switches_strategy_and_adapters(
+    fields: dict[str, Any], axes: str, kind: str, why: str
+) -> None:
     """Of the type, its switches, the strategy and adapters, which have verdicts of their own."""
     found = proof.verdict(llama(**fields), axes)
     assert found.kind == kind and why in found.why

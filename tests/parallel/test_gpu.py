@@ -60,7 +60,9 @@ def losses(flags: list[str], folder: Path, strategy: str, *more: str, on: str = 
 
 
 @pytest.mark.parametrize("model", ["llama", "deepseek_v3"])
-def test_parity(flags: list[str], tmp_path: Path, model: str) -> None:
+def test_strategies_on_one_device_have_the_losses_of_a_cpu(
+    flags: list[str], tmp_path: Path, model: str
+) -> None:
     """Of each strategy that one device can run, and of bf16-mixed, with the CPU in 32-true."""
     flags = [*flags, f"--model.architecture={MODELS[model]}"]
     want = losses(flags, tmp_path / "cpu", "one", on="cpu")
@@ -72,7 +74,9 @@ def test_parity(flags: list[str], tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["one", "ddp", "fsdp2"])
-def test_syncs(flags: list[str], tmp_path: Path, strategy: str) -> None:
+def test_a_plain_step_does_not_wait_for_the_device(
+    flags: list[str], tmp_path: Path, strategy: str
+) -> None:
     """A plain step does not wait for the device; torch names the line that does."""
     more = ["--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=4"]
     more += ["--last_checkpoint.every_n_steps=100"]
@@ -80,7 +84,9 @@ def test_syncs(flags: list[str], tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["one", "fsdp2", "fsdp2_offload"])
-def test_nan(flags: list[str], tmp_path: Path, strategy: str) -> None:
+def test_a_step_with_nan_is_skipped_on_device_and_host(
+    flags: list[str], tmp_path: Path, strategy: str
+) -> None:
     """The step is skipped, with the optimizer on the device and on the host."""
     more = [f"--trainer.callbacks+={__name__}.Poison", "--numerics.on_non_finite=skip"]
     found = losses(flags, tmp_path, strategy, *more)
@@ -88,6 +94,8 @@ def test_nan(flags: list[str], tmp_path: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero3_offload"])
-def test_zero3(flags: list[str], tmp_path: Path, strategy: str) -> None:
+def test_a_zero_3_training_without_a_last_validation_ends_well(
+    flags: list[str], tmp_path: Path, strategy: str
+) -> None:
     """A training whose last step is followed by no validation ends well."""
     losses(flags, tmp_path, strategy, "--trainer.val_check_interval=5")

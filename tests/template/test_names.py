@@ -229,7 +229,7 @@ EDITS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", tiers(EDITS, daily=["labels that are not shifted"]))
-def test_they_find_what_an_edit_breaks(case: str, tmp_path: Path) -> None:
+def test_the_projects_tests_find_what_an_edit_breaks(case: str, tmp_path: Path) -> None:
     name, old, new, check, words = EDITS[case]
     project = copied_project(tmp_path)
     edit(project / name, old, new)

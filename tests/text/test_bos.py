@@ -173,7 +173,7 @@ def test_a_run_from_before_finds_its_cache_and_goes_on(tmp_path: Path) -> None:
     assert len(json.dumps(content)) <= 80, "a longer value would be shown as a hash"
 
 
-def test_mixtures_and_bytes(tmp_path: Path) -> None:
+def test_a_mixture_starts_documents_once_and_bytes_have_no_start(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     source = Mixture({"a": Jsonl([str(path)]), "b": Jsonl([str(path)])}, {"a": 1, "b": 2})
     data = data_of(tmp_path, "a template", source)

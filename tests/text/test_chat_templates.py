@@ -32,7 +32,7 @@ def test_a_template_writes_all_of_a_record_or_it_is_refused() -> None:
 
 
 @pytest.mark.nightly
-def test_an_attackers_records() -> None:
+def test_an_attackers_records_are_written_or_refused() -> None:
     assert not wrong([*table(PATHS, ATTACKS)])
 
 

@@ -62,7 +62,9 @@ def test_packages_are_locked_and_none_is_blocked(tmp_path: Path, monkeypatch: An
     assert "make setup" in one(doctor.check_packages(tmp_path), PROBLEM, found)
 
 
-def test_limits_and_torch_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_limits_and_a_torch_without_its_driver_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "comparable", lambda: {"driver": "550.54"})
     todo = one(doctor.check_gpus(), PROBLEM, "driver 550.54, no GPU(s)")
@@ -88,7 +90,9 @@ def test_gpus_cuda_and_cudnn_are_reported(monkeypatch: pytest.MonkeyPatch) -> No
     assert one(doctor.check_gpus(), OK, found) == ""
 
 
-def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infiniband_ports_that_are_down_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder as Linux has it in /sys."""
     monkeypatch.setattr(doctor, "INFINIBAND", tmp_path)
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "127.0.0.1")
@@ -104,7 +108,7 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ibstat" in todo
 
 
-def test_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_space_or_permission_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     for gib, verdict in ((100, OK), (10, WARNING), (0.5, PROBLEM)):
         usage = SimpleNamespace(free=gib * 2**30)
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
@@ -117,7 +121,7 @@ def test_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set run.root" in one(doctor.check_disks(FOLDERS), PROBLEM, "Permission denied")
 
 
-def test_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hosts_name_has_to_resolve_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     def resolves(host: str) -> str:
         if isinstance(known := next(answers), str):
             return known

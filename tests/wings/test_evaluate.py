@@ -136,7 +136,9 @@ def test_two_processes_give_the_scores_of_one(trained: Path, strategy: str, tmp_
 
 
 @pytest.mark.slow
-def test_baselines_of_other_tokens(trained: Path, tmp_path: Path, cache: Path, capsys: Any) -> None:
+def test_baselines_of_other_tokens_are_compared_by_bits_per_byte(
+    trained: Path, tmp_path: Path, cache: Path, capsys: Any
+) -> None:
     loaded, caches = load_trained(str(trained), OURS), len([*cache.iterdir()])
     tokenizers = {"same": loaded.tokenizer, "other": ByteBPE(257).fit(iter([runs.SENTENCES]))}
     for name, tokenizer in tokenizers.items():

@@ -339,7 +339,7 @@ def test_a_pid_that_is_no_number_is_no_process(tmp_path: Path) -> None:
     assert SSH.status({"hosts": [], "ssh": "ssh"}, folder) == "this machine: no process"
 
 
-def test_units_of_memory_and_time() -> None:
+def test_units_of_memory_and_time_are_read() -> None:
     memory = [Site(device_memory=each).memory_bytes for each in ("80GB", "1.5 TiB")]
     assert memory == [80 * 10**9, 3 * 2**39]
     times = ["1-00:00:01", "30:00", yaml.safe_load("24:00:00")]  # a number in YAML 1.1
@@ -449,7 +449,9 @@ case $0 in *bsub) echo 17;; *bjobs) echo "17 RUN";; *bkill) echo signalled;; esa
 """
 
 
-def test_a_target_of_a_package(flags: Any, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_a_target_of_a_package_submits_shows_and_stops(
+    flags: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     """The documented class as an installed package, with the commands of its scheduler."""
     monkeypatch.syspath_prepend(tmp_path)
     (text,) = re.findall(r"```python\n(.*?class Lsf.*?)```", DOCS, re.DOTALL)

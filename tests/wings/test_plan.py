@@ -161,7 +161,7 @@ STAGES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "schedule", "shape"), tiers(STAGES, daily=[]))
-def test_predicted_bytes_of_stages(
+def test_predicted_bytes_of_stages_are_those_of_a_step(
     flags: Any, tmp_path: Path, stages: int, schedule: str, shape: Any
 ) -> None:
     """What a step of 8 micro-batches allocates, gradients among it, within 15 %."""

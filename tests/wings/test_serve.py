@@ -163,7 +163,7 @@ def test_small_temperatures_are_greedy_and_no_stop_strings_are_none(server: Serv
     assert all(one.endswith("data: [DONE]\n\n") and "error" not in one for one in streams)
 
 
-def test_routes_and_keys(server: Server) -> None:
+def test_other_routes_and_requests_without_the_key_are_refused(server: Server) -> None:
     for path in ("/load_model", "/reset", "/v1/responses", "/docs", "/"):
         assert post(server, path, json={"model": "any"}).status_code == 404, path
     assert httpx.get(server.url + CHAT).status_code == 401
@@ -230,7 +230,7 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def test_readiness_and_metrics_of_a_service(folder: Path) -> None:
+def test_a_service_reports_readiness_and_metrics(folder: Path) -> None:
     service = Service(int(LIMITS["max_requests"]))
 
     def get(path: str) -> httpx.Response:
@@ -378,7 +378,9 @@ def test_a_run_is_served_and_a_fault_is_refused(flags: Any, tmp_path: Path, capf
     assert "not what was trained" in error, "a fault exits before the port listens"
 
 
-def test_what_is_not_served(folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_what_cannot_be_served_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
     def error(model: Path, port: int = 0) -> str:
         return refused("serve", [str(model), f"--port={port}"], capfd)
 

@@ -298,7 +298,7 @@ def test_after_a_training_has_failed_no_other_check_runs(tmp_path: Path) -> None
     assert f"{crash}, {where}" in RunRecord(tmp_path, ends).error
 
 
-def test_what_counts_as_different() -> None:
+def test_noise_is_equal_and_larger_differences_are_named() -> None:
     def record(noise: float, large: float) -> Any:
         tensors = {"noise": torch.full((3,), noise), "large": torch.full((3,), large)}
         return SimpleNamespace(tensors=lambda _: tensors)
