@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
 from dist_template import Project
+from dist_template.callbacks.buffers import StepBuffers
 from dist_template.cli.main import run
 from dist_template.errors import Exit
 from dist_template.layout import local_shard
@@ -185,3 +186,19 @@ def test_the_sentence_names_the_tensor_and_the_rank(guarded: Train, strategy: st
     said = f"after step 4 the weight {name} of rank 1 is not finite, and so is 1 more tensor: "
     for answer in run.answers.values():
         assert said in answer and "exit code 65" in answer, answer
+
+
+def test_a_buffer_that_is_first_written_after_a_step_without_writes_is_restored() -> None:
+    """As of a network that is trained after its frozen part."""
+    module = nn.BatchNorm1d(2).eval()
+    buffers = StepBuffers(module)
+    for trains in (False, True):  # it is known as written after the second step
+        buffers.keep()
+        module.train(trains)(torch.ones(3, 2))
+        buffers.restore_where(torch.zeros(()))
+    before = copy.deepcopy(module.state_dict())
+    buffers.keep()
+    module(torch.full((3, 2), math.nan))
+    buffers.restore_where(torch.ones(()))
+    for name, tensor in before.items():
+        assert torch.equal(module.state_dict()[name], tensor), name

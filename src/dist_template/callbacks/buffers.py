@@ -43,7 +43,8 @@ class StepBuffers:
         places = self._places if self._written is None else self._written
         self._kept = []
         for owner, name in places:
-            if (buffer := _local(owner, name)) is not None:
+            buffer = _local(owner, name)
+            if buffer is not None:
                 self._kept.append((owner, name, buffer.clone()))
         self._seen = [_version(*place) for place in self._places]
 
@@ -71,21 +72,26 @@ class StepBuffers:
     def _add_newly_written(self) -> None:
         """Adds all buffers of modules that wrote one: torch (2.13) counts BatchNorm's writes of its
         counter as changes in place, and not those of its statistics."""
-        written = self._written or []
-        owners = [
-            owner
-            for (owner, name), seen in zip(self._places, self._seen, strict=True)
-            if (owner, name) not in written and _version(owner, name) != seen
-        ]
-        for place in self._places if owners else ():
-            if place[0] in owners and place not in written:
-                written.append(place)
+        written = self._written
+        if written is None:
+            return
+        owners = []
+        for (owner, name), seen in zip(self._places, self._seen, strict=True):
+            if (owner, name) not in written and _version(owner, name) != seen:
+                owners.append(owner)
+        if not owners:
+            return
+        for owner, name in self._places:
+            if owner in owners and (owner, name) not in written:
+                written.append((owner, name))
 
 
 def _local(owner: nn.Module, name: str) -> Tensor | None:
     """Returns a buffer as it is now: a module may have replaced it by another tensor, or None."""
     buffer = getattr(owner, name, None)
-    return local_shard(buffer.detach()) if isinstance(buffer, Tensor) else None
+    if not isinstance(buffer, Tensor):
+        return None
+    return local_shard(buffer.detach())
 
 
 def _differs(owner: nn.Module, name: str, before: Tensor) -> bool:
@@ -103,9 +109,10 @@ def _version(owner: nn.Module, name: str) -> tuple[int, int]:
 
 
 def _can_be_kept(buffer: Tensor) -> bool:
-    return not buffer.is_inference() and (
-        buffer.is_floating_point() or buffer.is_complex() or buffer.numel() <= MOST_INTEGERS
-    )
+    if buffer.is_inference():
+        return False
+    is_integer = not buffer.is_floating_point() and not buffer.is_complex()
+    return not is_integer or buffer.numel() <= MOST_INTEGERS
 
 
 def saved_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -147,10 +154,15 @@ def damaged(module: nn.Module, ignored: set[str]) -> str:
             if name not in ignored and not is_finite(tensor):
                 found.append((place, kind, name))
     of_ranks = weights.from_all_ranks(found)
-    everywhere = {each for of_rank in of_ranks for each in of_rank}
+    everywhere = set().union(*of_ranks)
     first = min(everywhere)
+    _, kind, name = first
     ranks = [rank for rank, of_rank in enumerate(of_ranks) if first in of_rank]
     where = "" if weights.is_alone() else f" of rank {rank_ranges(ranks)}"
+    sentence = f"the {kind} {name}{where} is not finite"
     more = len({name for _, _, name in everywhere}) - 1
-    others = f", and so {'are' if more > 1 else 'is'} {more} more tensor{'s' * (more > 1)}"
-    return f"the {first[1]} {first[2]}{where} is not finite{others * bool(more)}"
+    if more == 1:
+        return f"{sentence}, and so is 1 more tensor"
+    if more:
+        return f"{sentence}, and so are {more} more tensors"
+    return sentence
