@@ -95,16 +95,18 @@ class Place:
     def begin(self, length: int | None) -> None:
         """Starts a pass over a loader of `length` batches; None: not known."""
         self.length = length
-        is_another, self.has_ended = self.cycles and self.has_ended, False
-        if is_another and self.epoch == self.at.epoch():
-            self.number, self.start, self.left = self.number + 1, self.left, 0
+        is_another_pass = self.cycles and self.has_ended and self.epoch == self.at.epoch()
+        self.has_ended = False
+        if is_another_pass:
+            self.number += 1
+            self.start, self.left = self.left, 0
             return
         self.epoch, self.batch = self.at.epoch(), self.at.total()
         self.number, self.start, self.left = 0, self.at.skipped(), 0
         if self.cycles and length and self.start >= length:
             # An empty pass first: so Lightning notes that the loader has ended once.
-            self.number, self.left = divmod(self.start, length)
-            self.number, self.start = self.number - 1, length
+            passes, self.left = divmod(self.start, length)
+            self.number, self.start = passes - 1, length
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -119,8 +121,10 @@ class Place:
     def passes_before(self) -> int:
         """The passes before the present one since the loader was made."""
         per_epoch = 1
-        if self.cycles and self.length and math.isfinite(batches := self.at.num_batches()):
-            per_epoch = math.ceil(batches / self.length)
+        if self.cycles and self.length:
+            batches = self.at.num_batches()
+            if math.isfinite(batches):
+                per_epoch = math.ceil(batches / self.length)
         return self.at.epochs() * per_epoch + self.number
 
 
@@ -151,18 +155,24 @@ def distributed(loader: Any, ranks: Ranks, at: Position, cycles: bool | None = N
         return CombinedLoader(distributed(loader.iterables, ranks, at, cycles), mode_of(loader))
     if isinstance(loader, dict):
         new: Any = copy.copy(loader)
-        new.update({name: distributed(one, ranks, at, cycles) for name, one in loader.items()})
+        for name, one in loader.items():
+            new[name] = distributed(one, ranks, at, cycles)
         return new
     if isinstance(loader, list | tuple):
         items = [distributed(one, ranks, at, cycles) for one in loader]
-        is_named = isinstance(loader, tuple) and type(loader) is not tuple
-        return type(loader)(*items) if is_named else type(loader)(items)
+        if isinstance(loader, tuple) and type(loader) is not tuple:  # a NamedTuple
+            return type(loader)(*items)
+        return type(loader)(items)
     is_split = isinstance(getattr(loader, "sampler", None), DistributedSampler)  # by its author
     if hasattr(loader, "load_state_dict"):  # it resumes itself, as torchdata's StatefulDataLoader
-        return loader if ranks.num == 1 or is_split else ranks.refuse(loader)
+        if ranks.num == 1 or is_split:
+            return loader
+        return ranks.refuse(loader)
     place = Place(at, bool(cycles))
     if not isinstance(loader, DataLoader):
-        return _resumable(loader, place) if ranks.num == 1 else ranks.refuse(loader)
+        if ranks.num == 1:
+            return _resumable(loader, place)
+        return ranks.refuse(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _of_a_stream(loader, ranks, place)
     if is_split:
@@ -288,7 +298,7 @@ def _read_stream(loader: Any) -> Iterator[Any]:
 
 
 def _announces(place: Place, loader: Any) -> bool:
-    """Whether ranks may have different numbers of batches, which nobody knows before. A loader
+    """Whether ranks may have different numbers of batches, which are not known before. A loader
     that starts again does not end an epoch."""
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     return place.at.announces and not place.cycles and (is_stream or length(loader) is None)
@@ -312,7 +322,8 @@ def _rest_of_a_stream(loader: Any, place: Place) -> Iterator[Any]:
         for number, batch in enumerate(items, 1):
             if number > place.start:
                 yield batch
-        if not (place.cycles and 0 < number <= place.start):
+        has_skipped_all = 0 < number <= place.start
+        if not place.cycles or not has_skipped_all:
             return
         if place.number == 0:  # an empty pass, as in `begin`
             place.left = place.start - number
@@ -348,30 +359,35 @@ class Part(DistributedSampler):
     def __iter__(self) -> Iterator[Any]:
         entries = self._entries()
         total = len(self) * self.num_replicas
-        entries = [*entries[:total], *islice(cycle(entries), max(0, total - len(entries)))]
+        if total > len(entries):  # the first ones come again
+            entries += list(islice(cycle(entries), total - len(entries)))
         yield from entries[self.rank : total : self.num_replicas]
 
     def _entries(self) -> list[Any]:
         self.set_epoch(self.place.current_epoch)
         count = len(self.inner)
-        if generators_of(self.inner):  # its generator is where the passes before have left it
+        if generators_of(self.inner):
+            # Its generator has to be where the passes before have left it: draw as often.
             passes, key = self.place.at.passes, self.place.key
             for _ in range(passes.get(key, 0), self.place.passes_before):
                 for _ in islice(self.inner, count):
                     pass
             passes[key] = max(passes.get(key, 0), self.place.passes_before) + 1
         with Draws(*self.place.seeds):
-            return [*islice(self.inner, count)]
+            return list(islice(self.inner, count))
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         for sampler in (self.inner, getattr(self.inner, "sampler", None)):
-            if callable(given := getattr(sampler, "set_epoch", None)):
-                given(epoch)
+            own = getattr(sampler, "set_epoch", None)
+            if callable(own):
+                own(epoch)
 
     def __len__(self) -> int:
         count = len(self.inner)
-        return count // self.num_replicas if self.drop_last else -(-count // self.num_replicas)
+        if self.drop_last:
+            return count // self.num_replicas
+        return (count + self.num_replicas - 1) // self.num_replicas  # rounded up
 
 
 class UnsizedPart(Part):
@@ -381,8 +397,11 @@ class UnsizedPart(Part):
     def __iter__(self) -> Iterator[Any]:
         self.set_epoch(self.place.current_epoch)
         entries = drawn(lambda: iter(self.inner), *self.place.seeds)
-        while len(step := [*islice(entries, self.num_replicas)]) == self.num_replicas:
-            yield step[self.rank]
+        while True:
+            of_all_ranks = list(islice(entries, self.num_replicas))
+            if len(of_all_ranks) < self.num_replicas:
+                return
+            yield of_all_ranks[self.rank]
 
     def __len__(self) -> int:
         raise TypeError(f"{type(self.inner).__name__} has no length")
@@ -445,7 +464,9 @@ class Announcements:
 
     def compare(self, count: int) -> None:
         """Waits until the other ranks' data have ended too."""
-        for other in {*range(self.num_ranks)} - {self.rank}:
+        for other in range(self.num_ranks):
+            if other == self.rank:
+                continue
             while not self._is_over(other, count):
                 time.sleep(POLL_S)
 
@@ -468,11 +489,12 @@ def check_lengths(lengths: list[list[int | None]]) -> None:
     """Raises InputError if ranks have different numbers of batches: `lengths` of each rank's
     loaders."""
     for of_a_loader in zip(*lengths, strict=True):
-        if len({*of_a_loader}) > 1:
+        if len(set(of_a_loader)) > 1:
+            least = min(0 if number is None else number for number in of_a_loader)
             raise InputError(
                 f"ranks have different numbers of training batches, {_named(of_a_loader)}: they"
                 " take steps together, so each needs equally many. Give ranks equally many rows, or"
-                f" set trainer.limit_train_batches to {min(n or 0 for n in of_a_loader)} or less"
+                f" set trainer.limit_train_batches to {least} or less"
             )
 
 
@@ -486,7 +508,7 @@ def flattened(loader: Any) -> list[Any]:
     if isinstance(loader, CombinedLoader):
         loader = loader.iterables
     if isinstance(loader, dict):
-        loader = [*loader.values()]
+        loader = list(loader.values())
     if isinstance(loader, list | tuple):
-        return [*chain.from_iterable(map(flattened, loader))]
+        return list(chain.from_iterable(map(flattened, loader)))
     return [loader]

@@ -1,5 +1,6 @@
 """Checkpoint callbacks: decide when checkpoints are written and which of them are kept."""
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -131,13 +132,11 @@ class LastCheckpoint(RunCallback, Checkpoint):
 
     def _save_if_due(self, trainer: Any) -> None:
         # A checkpoint has no accumulated gradients, so it can only be written after a full step.
-        step = trainer.global_step
-        if (
-            accumulates(trainer)
-            or not has_passed(trainer, self.every_n_steps)
-            or trainer.fast_dev_run
-        ):
+        if accumulates(trainer) or trainer.fast_dev_run:
             return
+        if not has_passed(trainer, self.every_n_steps):
+            return
+        step = trainer.global_step
         if self._saver is None:
             self.save_now(trainer)
         elif step != self.saved_step and self._pending != self.folder / manifest.name(step):
@@ -241,7 +240,7 @@ def _failure(path: Path, error: commit.SaveError) -> str:
 
 class Decision(NamedTuple):
     """What to do after a validation: the metric that decides, its value, whether a checkpoint is
-    wanted, and the sentence for a metric that nobody has measured."""
+    wanted, and the sentence for a metric that was not measured."""
 
     monitor: str | None = None
     score: float = 0.0
@@ -306,12 +305,16 @@ class BestCheckpoint(Checkpoint):
         """Returns what this rank would do after a validation; it asks no other rank."""
         if not weights.is_rank_zero():
             return Decision()
-        monitor = self.monitor or validation_loss(metrics) or None
-        if monitor is not None and monitor not in metrics:
+        monitor = self.monitor
+        if not monitor:
+            monitor = validation_loss(metrics)
+        if not monitor:  # the module logs no validation loss
+            return Decision()
+        if monitor not in metrics:
             measured = ", ".join(sorted(metrics))
             lacks = f"best_checkpoint.monitor {monitor!r} was never logged; logged: {measured}"
             return Decision(monitor, lacks=lacks)
-        if monitor is None or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return Decision(monitor)
         score = float(metrics[monitor])
         is_new = manifest.torn(self._path(trainer)) is not None
@@ -322,8 +325,12 @@ class BestCheckpoint(Checkpoint):
 
     def _is_among_the_best(self, score: float) -> bool:
         """Compares with the checkpoints in the folder, also after a restart; NaN never is."""
+        if math.isnan(score):
+            return False
         kept = manifest.ranked(self.folder, self.mode)[: self.keep]
-        if score != score or len(kept) < self.keep:
-            return score == score
+        if len(kept) < self.keep:
+            return True
         worst = manifest.read(kept[-1])["score"]
-        return score < worst if self.mode == "min" else score > worst
+        if self.mode == "min":
+            return score < worst
+        return score > worst

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from functools import wraps
+from itertools import islice
 from typing import Any, TextIO
 
 import lightning as L
@@ -83,7 +84,8 @@ class Console(RunCallback):
     ) -> None:
         now, total = time.perf_counter(), total_steps(trainer, module)
         is_last = trainer.global_step == total
-        if not (self._terminal or is_last or now - self._printed >= self.line_every_s):
+        is_due = self._terminal or now - self._printed >= self.line_every_s
+        if not is_due and not is_last:
             return
         self._printed = now
         parts = self._parts(trainer.global_step, total, metrics, of_progress_bar(trainer, metrics))
@@ -107,12 +109,12 @@ class Console(RunCallback):
             if name == "train/loss":
                 parts += [f"{key} {figure(value)}" for key, value in own.items()]
         if total and step > self._first_step:
-            seconds = (
-                (total - step) * (time.perf_counter() - self._started) / (step - self._first_step)
-            )
-            parts.append(f"eta {timedelta(seconds=int(seconds))}")
+            spent_s = time.perf_counter() - self._started
+            left_s = (total - step) * spent_s / (step - self._first_step)
+            parts.append(f"eta {timedelta(seconds=int(left_s))}")
         if "health/errors" in metrics:  # diagnosis is on
-            parts.append(textwrap.shorten(self.worst or "ok", HEALTH, placeholder="…"))
+            title = self.worst if self.worst else "ok"
+            parts.append(textwrap.shorten(title, HEALTH, placeholder="…"))
         return parts
 
     @only_shows
@@ -139,8 +141,10 @@ class Console(RunCallback):
 def total_steps(trainer: L.Trainer, module: L.LightningModule) -> int | None:
     """Returns the optimizer steps of the training; None without an end that is known, such as with
     an endless loader."""
-    total = last_step(trainer, module)  # -1: the loader has no length, and there is no max_steps
-    return int(total) if 0 < total < float("inf") else None
+    total = last_step(trainer, module)
+    if not 0 < total < float("inf"):  # -1: the loader has no length, and there is no max_steps
+        return None
+    return int(total)
 
 
 def of_progress_bar(trainer: L.Trainer, shown: dict[str, float]) -> dict[str, float]:
@@ -149,19 +153,20 @@ def of_progress_bar(trainer: L.Trainer, shown: dict[str, float]) -> dict[str, fl
     found = {}
     for name, value in trainer.progress_bar_metrics.items():
         parts = parts_of(name)
-        is_shown = name in shown or (parts.is_loss and parts.stage in ("", "train"))
-        if not is_shown and parts.stage in ("", "train") and not name.endswith("_epoch"):
+        is_of_training = parts.stage in ("", "train") and not name.endswith("_epoch")
+        if is_of_training and not parts.is_loss and name not in shown:
             found[name.removesuffix("_step")] = float(value)
-    return dict([*found.items()][:MOST_OF_BAR])
+    return dict(islice(found.items(), MOST_OF_BAR))
 
 
 def shown_metrics(metrics: dict[str, float], most: int) -> list[str]:
     """Returns "name value" of the first `most`; the name without its group where that is unique."""
     ends = Counter(name.rpartition("/")[2] for name in metrics)
     shown = []
-    for name, value in [*metrics.items()][:most]:
+    for name, value in islice(metrics.items(), most):
         end = name.rpartition("/")[2]
-        says_what = end and ends[end] == 1 and not parts_of(end).stage  # "val" of acc/val does not
+        # "val" of acc/val does not say what it is.
+        says_what = end and ends[end] == 1 and not parts_of(end).stage
         if not says_what or end.startswith("dataloader_idx_"):
             end = name
         shown.append(f"{end} {figure(value)}")
@@ -171,9 +176,14 @@ def shown_metrics(metrics: dict[str, float], most: int) -> list[str]:
 
 
 def console_of(trainer: L.Trainer) -> Console | None:
-    return next((each for each in callbacks_of(trainer) if isinstance(each, Console)), None)
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Console):
+            return callback
+    return None
 
 
 def figure(value: float) -> str:
     """Formats with four digits; in scientific notation for the perplexity of a diverged model."""
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
+    if abs(value) < 1e6:
+        return f"{value:.4f}"
+    return f"{value:.4e}"

@@ -47,7 +47,8 @@ class Crash(Callback):
         self._before: Any = None  # psutil's memory_info before the model was built
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        self._before = self._before or psutil.Process().memory_info()
+        if self._before is None:
+            self._before = psutil.Process().memory_info()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._first_step = trainer.global_step
@@ -104,7 +105,8 @@ def _innermost_module(frames: list[Any], root: nn.Module) -> str:
     """Returns the module whose forward failed, or "": an error in backward comes from C++."""
     names = {id(module): name for name, module in root.named_modules()}
     for frame in reversed(frames):
-        if name := names.get(id(frame.f_locals.get("self"))):
+        name = names.get(id(frame.f_locals.get("self")))
+        if name:
             return name
     return ""
 
@@ -128,7 +130,7 @@ def _memory(device: torch.device, before: Any, message: str) -> dict[str, float 
             limit, kind = memory_limit(), "rss"
         used = getattr(now, kind)
         sizes |= {"total": limit, "used": used, "outside": min(getattr(before, kind, 0), used)}
-    return {
-        "device": device.type,
-        **{f"{name}_gib": round(size / GIB, 4) for name, size in sizes.items()},
-    }
+    memory: dict[str, float | str] = {"device": device.type}
+    for name, size in sizes.items():
+        memory[f"{name}_gib"] = round(size / GIB, 4)
+    return memory

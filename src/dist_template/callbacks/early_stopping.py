@@ -28,10 +28,10 @@ class StopEarly(EarlyStopping):
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        # Lightning's own check of training epochs comes before the validation is known
-        super().__init__(
-            monitor or "", min_delta, patience, mode=mode, check_on_train_epoch_end=False
-        )
+        if monitor is None:
+            monitor = ""
+        # Lightning's check at the end of a training epoch comes before the validation is known.
+        super().__init__(monitor, min_delta, patience, mode=mode, check_on_train_epoch_end=False)
 
     @property
     def state_key(self) -> str:
@@ -45,7 +45,7 @@ class StopEarly(EarlyStopping):
         if not self.monitor:
             self.monitor = validation_loss(measured)
         if self.monitor not in measured:  # in the first validation, before training if there is one
-            known = ", ".join(sorted(measured)) or "nothing"
+            known = ", ".join(sorted(measured)) if measured else "nothing"
             what = f"monitor is {self.monitor!r}, which" if self.monitor else "the validation loss"
             raise InputError(
                 f"StopEarly: {what} is not measured; give its monitor one of: {known}"

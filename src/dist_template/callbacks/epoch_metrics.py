@@ -39,10 +39,12 @@ class EpochMetrics(Callback):
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        ranks = checkpoint.get(KEY) or []
+        ranks = checkpoint.get(KEY)
+        if not ranks:
+            return
         if len(ranks) == trainer.world_size:
             self._saved = ranks[trainer.global_rank]
-        elif ranks:
+        else:
             if any(rank["metrics"] for rank in ranks):
                 rank_zero_warn(
                     f"The checkpoint has the torchmetrics of {len(ranks)} ranks and there are"
@@ -69,7 +71,7 @@ class EpochMetrics(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if batch_idx and not self._batches:
-            # And again: the module may reset them when the epoch that goes on starts.
+            # And again: the module may reset them when the resumed epoch starts.
             put_metric_states(pl_module, self._saved.get("metrics", {}))
         self._batches += 1
         if self._saved and self._batches > 1:  # in the first, `self.log` clears what it finds

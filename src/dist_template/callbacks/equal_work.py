@@ -4,6 +4,7 @@ The samples of a global batch, and with them the loss, do not change; only their
 
 import heapq
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -28,7 +29,8 @@ def assign(
     order = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable").tolist()
     totals = [sum(counts) for counts in micro_batches]
     assigned: list[list[int]] = [[] for _ in speeds]
-    waiting = [(0.0, rank) for rank in range(len(speeds)) if totals[rank]]  # a heap of time, rank
+    # A heap of (time spent, rank), of the ranks that do not have all of their samples.
+    waiting = [(0.0, rank) for rank in range(len(speeds)) if totals[rank]]
     for sample in order:
         time, rank = heapq.heappop(waiting)
         assigned[rank].append(sample)
@@ -36,10 +38,8 @@ def assign(
             heapq.heappush(waiting, (time + float(costs[sample]) / speeds[rank], rank))
     batches = []
     for samples, counts in zip(assigned, micro_batches, strict=True):
-        ends = np.cumsum(counts).tolist()
-        batches.append(
-            [samples[end - count : end] for end, count in zip(ends, counts, strict=True)]
-        )
+        remaining = iter(samples)
+        batches.append([list(islice(remaining, count)) for count in counts])
     return batches
 
 
@@ -62,7 +62,7 @@ def _shared_out(samples: int, speeds: Sequence[float], least: int) -> list[int]:
     """Returns each rank's number of samples, in proportion to its speed but at least `least`;
     `samples` in total."""
     counts = [0] * len(speeds)
-    free = [*range(len(speeds))]  # ranks that are not held at `least`
+    free = list(range(len(speeds)))  # ranks that are not held at `least`
     while True:
         left = samples - least * (len(speeds) - len(free))
         total = sum(speeds[rank] for rank in free)
@@ -75,7 +75,7 @@ def _shared_out(samples: int, speeds: Sequence[float], least: int) -> list[int]:
             free.remove(rank)
     for rank in free:
         counts[rank] = int(exact[rank])
-    # the largest remainders get one more; the first rank of equal ones
+    # The ranks with the largest remainders get one more; of equal ones, the first.
     by_remainder = sorted(free, key=lambda rank: counts[rank] - exact[rank])
     for rank in by_remainder[: samples - sum(counts)]:
         counts[rank] += 1

@@ -50,7 +50,8 @@ class Experts(RunCallback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         balancer = typed_attribute(pl_module, "balancer", Balancer)
-        balancer = balancer or Balancer(pl_module, BalanceConfig())
+        if balancer is None:
+            balancer = Balancer(pl_module, BalanceConfig())
         if not balancer.layers:
             refuse_without_experts(balancer.config, pl_module)
             return
@@ -60,11 +61,9 @@ class Experts(RunCallback):
         self._numerics = next((each for each in callbacks if isinstance(each, Numerics)), None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if (
-            self._is_on
-            and self._saved is not None
-            and self._saved.shape == self._balancer.shares.shape
-        ):
+        if not self._is_on or self._saved is None:
+            return
+        if self._saved.shape == self._balancer.shares.shape:
             self._balancer.shares.copy_(self._saved)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: object, **__: object) -> None:
@@ -90,7 +89,8 @@ class Experts(RunCallback):
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             if self._balancer.needs_loads:
-                self._balancer.finish_step(self._numerics and self._numerics.skipped)
+                skipped = None if self._numerics is None else self._numerics.skipped
+                self._balancer.finish_step(skipped)
             self._balancer.loads.zero_()
 
     def add_metrics(

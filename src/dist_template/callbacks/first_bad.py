@@ -112,7 +112,10 @@ def find_first_bad(
     the module or tensor, and the ranks that found it first; None if nothing was found. An error in
     the user's code is a warning. Collective."""
     # A NaN may be in one rank's shard alone: no rank runs the forward pass, or all ranks run it.
-    if found := _agreed(_bad_weight(module)) or _agreed(_bad_data(micro_batches)):
+    found = _agreed(_bad_weight(module))
+    if not found:
+        found = _agreed(_bad_data(micro_batches))
+    if found:
         return found
     chosen = _chosen(trainer, micro_batches)
     local = None

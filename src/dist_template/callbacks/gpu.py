@@ -97,7 +97,8 @@ class GpuGauges(RunCallback):
             if not trainer.is_global_zero:
                 continue
             line = f"note: {text}; training continues without"
-            if console := console_of(trainer):
+            console = console_of(trainer)
+            if console:
                 console.write(line)
             else:
                 print(line, flush=True)
@@ -133,7 +134,8 @@ def names_of(device: torch.device) -> Names:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     uuids = [each.strip() for each in visible if each.strip().startswith("MIG-")][:1]
     found = torch.cuda.get_device_properties(device)  # host data: no device sync
-    if uuid := str(getattr(found, "uuid", "")).removeprefix("GPU-"):
+    uuid = str(getattr(found, "uuid", "")).removeprefix("GPU-")
+    if uuid:
         uuids += [f"GPU-{uuid}", f"MIG-{uuid}"]
     pci = ""
     if hasattr(found, "pci_bus_id"):

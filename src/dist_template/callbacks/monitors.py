@@ -39,7 +39,9 @@ class Monitors(Callback):
 
     def refuse(self, callback: Callback | None, monitor: str, metrics: Iterable[Any]) -> None:
         """Raises InputError: nothing has logged the monitor of the callback, None: of a plateau."""
-        logged = ", ".join(sorted({*map(str, metrics)} - COUNTERS)) or "nothing"
+        logged = ", ".join(sorted(set(map(str, metrics)) - COUNTERS))
+        if not logged:
+            logged = "nothing"
         if callback is None:
             who, where = "ReduceLROnPlateau", self.of_schedule
         elif any(callback is each for each in self.given):

@@ -20,6 +20,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,7 +83,9 @@ class StepCheck:
             self.arrived.synchronize()
         *figures, self.limit, is_anomalous = self.values.numpy().tolist()
         self.losses, self.norms = figures[::2], figures[1::2]
-        self.norm = math.nan if any(map(math.isnan, self.norms)) else max(self.norms)
+        self.norm = max(self.norms)
+        if any(map(math.isnan, self.norms)):
+            self.norm = math.nan
         self.is_anomalous = bool(is_anomalous)
         self.loss = sum(self.losses) / len(self.losses)
         self.is_spike = self.is_anomalous and math.isfinite(self.loss) and self.norm < math.inf
@@ -94,7 +97,9 @@ class StepCheck:
         highest = max(self.losses) if self.is_spike else math.inf
         of_loss = [rank for rank, loss in enumerate(self.losses) if not loss < highest]
         of_norm = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
-        return of_loss or (of_norm if len(of_norm) < len(self.norms) else [])
+        if of_loss:
+            return of_loss
+        return of_norm if len(of_norm) < len(self.norms) else []
 
 
 @dataclass(eq=False)
@@ -124,12 +129,15 @@ class Numerics(RunCallback):
     folder: Folder = "{run}"
 
     def __post_init__(self) -> None:
-        least = {"spike_window": 4, "spike_sigmas": 0, "patience": 1}
         check_least(
-            "numerics", **{key: (getattr(self, key), value) for key, value in least.items()}
+            "numerics",
+            spike_window=(self.spike_window, 4),
+            spike_sigmas=(self.spike_sigmas, 0),
+            patience=(self.patience, 1),
         )
         for key, usual in (("spike_window", 128), ("spike_sigmas", 6.0)):
-            if self.on_spike == "off" and (given := getattr(self, key)) != usual:
+            given = getattr(self, key)
+            if self.on_spike == "off" and given != usual:
                 raise InputError(
                     f"numerics.{key} is {given} and has no effect: numerics.on_spike is off; set it"
                     " to skip or stop, or remove the key"
@@ -162,7 +170,8 @@ class Numerics(RunCallback):
     def _refuse_manual(self, name: str) -> None:
         """In manual optimization the module steps by itself: no step can be skipped."""
         for key, usual in (("on_non_finite", "stop"), ("on_spike", "off")):
-            if (given := getattr(self, key)) != usual:
+            given = getattr(self, key)
+            if given != usual:
                 raise InputError(
                     f"numerics.{key} is {given!r} and has no effect: {name} optimizes manually, so"
                     f" its steps are its own; remove the key, or test the loss in training_step"
@@ -195,7 +204,8 @@ class Numerics(RunCallback):
         if not pl_module.automatic_optimization:
             return
         loss = loss.detach().float()
-        if scaler := getattr(trainer.precision_plugin, "scaler", None):
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
             loss = loss / loss_scale(scaler)
         if self._micro_batches:
             self._micro_batches[-1].loss = loss
@@ -212,7 +222,7 @@ class Numerics(RunCallback):
             clip(optimizer, **options)  # each `training_step` of this step returned None
             return
         norm: Any = None
-        if not (self._uses_deepspeed or tracks_metrics(module)):  # Lightning reports no norm
+        if not self._uses_deepspeed and not tracks_metrics(module):  # Lightning reports no norm
             norm = total_norm(p.grad for p in module.parameters() if p.grad is not None)
             metrics_of(module).add("train/grad_norm", norm)
         clip(optimizer, **options)
@@ -226,12 +236,15 @@ class Numerics(RunCallback):
 
     def _check_step(self, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Returns () 1.0 where all ranks must skip the step, () where not for a spike alone."""
-        loss, self._loss, limit = self._loss, None, self._no_limit
+        loss, self._loss = self._loss, None
         assert loss is not None
+        limit = self._no_limit
         norm = norm.to(loss, non_blocking=True)
-        if several := self._num_ranks > 1:
-            local, figures = torch.stack([loss, norm]), loss.new_empty(2 * self._num_ranks)
-            dist.all_gather_into_tensor(figures, local)  # on a GPU the stream waits, not the host
+        figures = None  # loss and norm of each rank
+        if self._num_ranks > 1:
+            figures = loss.new_empty(2 * self._num_ranks)
+            # On a GPU the stream waits, not the host.
+            dist.all_gather_into_tensor(figures, torch.stack([loss, norm]))
             loss, norm = figures[::2].mean(), figures[1::2].amax()  # NaN if one of them is
         both = loss + norm
         self.skipped = torch.nan_to_num(both - both, nan=1.0)  # inf - inf is NaN
@@ -242,8 +255,11 @@ class Numerics(RunCallback):
             index = self._steps % self.spike_window
             self._recent[index] = torch.where(loss.isfinite(), loss, math.nan)
         self._steps += 1
-        kept = torch.stack([loss, norm, limit, self.skipped])
-        self._check = StepCheck.copy(torch.cat([figures, kept[2:]]) if several else kept)
+        if figures is None:
+            kept = torch.stack([loss, norm, limit, self.skipped])
+        else:
+            kept = torch.cat([figures, torch.stack([limit, self.skipped])])
+        self._check = StepCheck.copy(kept)
         if self._buffers is not None:
             self._buffers.restore_where(self.skipped)
         return self.skipped, non_finite
@@ -263,12 +279,15 @@ class Numerics(RunCallback):
             return
         check, self._check = self._check, None
         check.micro_batches, self._micro_batches = self._micro_batches, []
-        check.step, check.rows = trainer.global_step, getattr(trainer.datamodule, "step_rows", [])
+        check.step = trainer.global_step
+        check.rows = getattr(trainer.datamodule, "step_rows", [])
         if self._uses_deepspeed:  # it has read the norm, and may have skipped the step by itself
             overflowed, norm = trainer.precision_plugin.outcome(pl_module)
             if norm >= 0 and not tracks_metrics(pl_module):
                 metrics_of(pl_module).add("train/grad_norm", torch.tensor(norm))
-            check.values[1:-2:2], check.values[-1] = norm, max(check.values[-1], overflowed)
+            # Each rank's norm, and whether the step is skipped.
+            check.values[1:-2:2] = norm
+            check.values[-1] = max(check.values[-1], overflowed)
             if overflowed:
                 self.skipped = torch.ones((), device=pl_module.device)
         else:
@@ -299,8 +318,9 @@ class Numerics(RunCallback):
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         vars(pl_module).pop("configure_gradient_clipping", None)
-        for optimizer in trainer.optimizers if stage == "fit" else ():
-            vars(optimizer).pop("found_inf", None)
+        if stage == "fit":
+            for optimizer in trainer.optimizers:
+                vars(optimizer).pop("found_inf", None)
 
     def _act_on(self, trainer: Any, module: Any, check: StepCheck | None) -> None:
         """Records an anomalous step and reacts as configured, equally on all ranks. Raises Ended to
@@ -308,7 +328,10 @@ class Numerics(RunCallback):
         if check is None:
             return
         check.arrive()
-        self._in_a_row = self._in_a_row + 1 if check.is_anomalous else 0
+        if check.is_anomalous:
+            self._in_a_row += 1
+        else:
+            self._in_a_row = 0
         has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         if self._uses_deepspeed:
             has_scaler = trainer.precision_plugin.precision.startswith("16")
@@ -317,14 +340,13 @@ class Numerics(RunCallback):
         if not check.is_anomalous or (is_overflow and self._in_a_row < self.patience):
             return
         self._num_skipped += 1
-        decision, folder = (
-            self.on_spike if check.is_spike else self.on_non_finite,
-            Path(self.folder),
-        )
+        decision = self.on_spike if check.is_spike else self.on_non_finite
         if self._in_a_row >= self.patience:
             decision = "stop"
         local = {"data_parallel_rank": getattr(trainer.datamodule, "rank", 0), "rows": check.rows}
-        ranks = enumerate(weights.to_rank_zero(local))
+        ranks = []
+        for rank, of_rank in enumerate(weights.to_rank_zero(local)):
+            ranks.append({"rank": rank, "loss": check.losses[rank], **of_rank})
         incident = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "step": check.step,
@@ -335,7 +357,7 @@ class Numerics(RunCallback):
             "gradient_norm": None if check.norm < 0 else check.norm,
             "suspects": check.suspects,
             "first_bad": None,
-            "ranks": [{"rank": rank, "loss": check.losses[rank], **each} for rank, each in ranks],
+            "ranks": ranks,
         }
         done = "was skipped" if decision == "skip" else "was not applied"
         sentence = f"step {check.step} {done}: loss {check.loss:.4g}"
@@ -347,6 +369,7 @@ class Numerics(RunCallback):
             sentence += f", {self._in_a_row} anomalous steps in a row (numerics.patience)"
         if check.suspects:
             sentence += f", from rank {', '.join(map(str, check.suspects))}"
+        folder = Path(self.folder)
         file = folder / RunFile.INCIDENTS
         if trainer.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
@@ -386,18 +409,17 @@ def _weights_are_finite(trainer: L.Trainer, module: Any, ignored: set[str]) -> b
     """Returns whether what a checkpoint has of all ranks is finite, parameters and buffers but the
     `ignored` ones; one read on the host. Collective."""
     device = trainer.strategy.root_device  # offloaded ones are in host memory
-    finite = [
-        is_finite(tensor).to(device)
-        for name, tensor in (saved_parameters(module) | saved_buffers(module)).items()
-        if name not in ignored
-    ]
+    finite = []
+    for name, tensor in (saved_parameters(module) | saved_buffers(module)).items():
+        if name not in ignored:
+            finite.append(is_finite(tensor).to(device))
     every = torch.stack(finite).all().float()
     return bool(trainer.strategy.reduce(every, reduce_op="min").item())
 
 
 def _skip_step(optimizer: Any, is_anomalous: Tensor, non_finite: Any, scaler: Any) -> None:
     """Makes `optimizer` skip its current step where `is_anomalous`, () on the device, is 1."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     first = next((p.grad for p in parameters if p.grad is not None), None)
     if first is None:
         return  # the module returns no optimizer: Lightning's has no parameters

@@ -116,7 +116,8 @@ class Preemption(Checkpoint):
         if reason == TIME_IS_UP:
             cause = f"preemption.max_time {self.max_time} is up"
         how = f"The same command resumes from {start}"
-        if name := os.environ.get(Variable.RUN_ID):  # a user's own Trainer has none
+        name = os.environ.get(Variable.RUN_ID)
+        if name:  # a user's own Trainer has none
             how += "; without a scheduler that sets the run's name, set"
             how += f" {Variable.RUN_ID}={shlex.quote(name)}"
         raise Ended(Exit.REQUEUE, f"{cause}: {stopped} after step {trainer.global_step}. {how}.")

@@ -55,11 +55,13 @@ class RandomState(Callback):
             set_state(self._state())
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object, **__: object) -> None:
-        if validation_may_follow(trainer):  # it draws next; in each step this would cost 25 µs
-            self._state = self._state or get_state()
+        # A validation draws next. In each step this would cost 25 µs.
+        if self._state is None and validation_may_follow(trainer):
+            self._state = get_state()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._state = self._state or get_state()
+        if self._state is None:
+            self._state = get_state()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._loaded:  # due right after the checkpoint's batch: nothing has been restored yet
@@ -71,7 +73,8 @@ class RandomState(Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: object, checkpoint: dict[str, object]
     ) -> None:
-        own = (self._state or get_state())()
+        state = get_state() if self._state is None else self._state
+        own = state()
         states = weights.to_rank_zero(own)
         if not states:  # rank 0 writes them; under ZeRO-3 each rank reads its own file
             states = [{}] * trainer.world_size

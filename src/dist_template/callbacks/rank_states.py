@@ -39,12 +39,12 @@ class RankStates(Callback):
         if trainer.world_size == 1 or self._hooks:
             return
         saves = is_overridden("on_save_checkpoint", pl_module, L.LightningModule)
-        if not saves and not [*_places(trainer)]:
+        if not saves and not list(_places(trainer)):
             return
         for name in ("on_save_checkpoint", "on_load_checkpoint"):
             self._hooks[name] = getattr(pl_module, name)
 
-        # `is_overridden` looks through them
+        # `wraps`, because Lightning's `is_overridden` compares the wrapped functions.
         @wraps(self._hooks["on_save_checkpoint"])
         def save(checkpoint: dict[str, Any]) -> None:
             before = checkpoint.keys() | {KEY}
@@ -69,19 +69,18 @@ class RankStates(Callback):
         group = metrics_group(trainer)
         digests = {place: _digest(state, place) for place, state in states.items()}
         of_ranks = weights.from_all_ranks(digests, group)
-        differ = {
-            place
-            for digest in of_ranks
-            for place in digest
-            if any(other.get(place) != digest[place] for other in of_ranks)
-        }
-        if differ:
-            own = {place: tree_map(_on_host, states.get(place)) for place in differ}
-            # under ZeRO each rank has a file, and what it adds is there
-            checkpoint[KEY] = [
-                {".".join(place): [list(place), state] for place, state in each.items()}
-                for each in weights.to_rank_zero(own, group)
-            ]
+        differ = set()
+        for place in set().union(*of_ranks):
+            if len({digest.get(place) for digest in of_ranks}) > 1:
+                differ.add(place)
+        if not differ:
+            return
+        own = {place: tree_map(_on_host, states.get(place)) for place in differ}
+        # Empty on the other ranks. Under ZeRO each rank has a file, and what it adds is there.
+        checkpoint[KEY] = []
+        for of_rank in weights.to_rank_zero(own, group):
+            named = {".".join(place): [list(place), state] for place, state in of_rank.items()}
+            checkpoint[KEY].append(named)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for name in self._hooks:
@@ -96,11 +95,9 @@ def _places(trainer: L.Trainer) -> Iterator[Place]:
         if is_users(type(callback)) and is_overridden("state_dict", callback, Callback):
             yield ("callbacks", callback.state_key)
     data: Any = getattr(trainer, "datamodule", None)
-    if (
-        data is not None
-        and is_users(type(data))
-        and is_overridden("state_dict", data, LightningDataModule)
-    ):
+    if data is None or not is_users(type(data)):
+        return
+    if is_overridden("state_dict", data, LightningDataModule):
         yield (type(data).__qualname__,)
 
 
@@ -137,7 +134,9 @@ def _digest(state: object, place: Place) -> str:
 
 
 def _on_host(value: object) -> object:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return value
 
 
 def _read(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:

@@ -1,5 +1,11 @@
 """Writes a run's configuration, environment and facts into its folder, before the first step.
 
+1  All ranks exchange their hosts and count the steps, which sets up the loaders.
+2  Rank 0 collects the facts: model, data, machine, strategy.
+3  It writes facts.json, the configuration with its defaults, and the environment; a resumed run
+   keeps the earlier files, numbered.
+4  The loggers get all of it.
+
 `facts.json` has what is constant in a training: model, data, machine. Diagnosis and report use
 it."""
 
@@ -50,14 +56,14 @@ class Record(Callback):
         facts = write_facts(self.folder, trainer, pl_module)
         if not trainer.is_global_zero:
             return
-        config = without_folder(str(self.folder), self.config)  # to run it again with another name
+        # Without the folder's name, so that it can be run again with another one.
+        config = without_folder(str(self.folder), self.config)
+        config_text = yaml.safe_dump(config, sort_keys=False)
         env = environment()
-        text = yaml.safe_dump(config, sort_keys=False)
+        env_text = json.dumps(env, indent=2)
         write_atomically(self.folder / RunFile.DEFAULTS, self.defaults())
-        write_atomically(self.folder / RunFile.CONFIG, text, keep_earlier=True)
-        write_atomically(
-            self.folder / RunFile.ENVIRONMENT, json.dumps(env, indent=2), keep_earlier=True
-        )
+        write_atomically(self.folder / RunFile.CONFIG, config_text, keep_earlier=True)
+        write_atomically(self.folder / RunFile.ENVIRONMENT, env_text, keep_earlier=True)
         for logger in trainer.loggers:
             logger.log_hyperparams(self.config | {"environment": env, "facts": facts})
 
@@ -72,10 +78,14 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     Collective. Unknown values are null: a custom model or datamodule may lack what is read here."""
     hosts = weights.to_rank_zero(platform.node())
     if module.automatic_optimization:
-        # may set up the loaders, with a barrier of all ranks
+        # May set up the loaders, with a barrier of all ranks.
         steps = trainer.estimated_stepping_batches
-    else:  # it would count batches, in each of which such a module may take several steps, or none
-        steps = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
+    elif trainer.max_steps >= 0:
+        # `estimated_stepping_batches` counts batches, in each of which a module that optimizes
+        # manually may take several steps, or none.
+        steps = trainer.max_steps
+    else:
+        steps = float("inf")
     if not trainer.is_global_zero:
         return {}
     model, data, size = network_of(module), data_of(trainer), size_of(module)
@@ -83,13 +93,16 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
     balance = {}
     if balancer:
         balance = {"has_bias": balancer.has_bias, "aux_loss_coef": balancer.aux_loss_coef}
+    flops_per_token = None
+    if hasattr(data, "seq_len"):
+        flops_per_token = size.flops_per_token(data.seq_len)
+    pipeline = rank_view(trainer.strategy).layers.facts
     counts = ("total", "trainable", "in_4_bits", "matrices", "active", "embedding")
     facts = {
         "parameters": {name: getattr(size, name) for name in counts},
         "model": {
-            "class": type(model).__name__.removeprefix(
-                "FSDP"
-            ),  # torch's fully_shard changes the class
+            # torch's fully_shard changes the class.
+            "class": type(model).__name__.removeprefix("FSDP"),
             "model_type": getattr(config, "model_type", None),
             "layers": size.layers,
             "predicted": size.predicted,
@@ -102,14 +115,12 @@ def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> 
         "objective": _objective(module),
         "data": _data(data),
         "machine": _machine(trainer, hosts),
-        "pipeline": rank_view(trainer.strategy).layers.facts or {},
+        "pipeline": pipeline if pipeline else {},
         "training": {
             "strategy": type(trainer.strategy).__name__,
             "precision": str(trainer.precision),
             "max_steps": int(steps) if steps != float("inf") else None,
-            "flops_per_token": size.flops_per_token(data.seq_len)
-            if hasattr(data, "seq_len")
-            else None,
+            "flops_per_token": flops_per_token,
             "optimizers": _optimizers(trainer),
             "is_manual": not module.automatic_optimization,
             "waits": waits_of(Path(inspect.getfile(type(module))).parent),
@@ -137,19 +148,25 @@ def _objective(module: Any) -> Facts:
 
 
 def _data(data: Any) -> Facts:
-    facts = {name: getattr(data, name, None) for name in ("seq_len", "accumulation")}
-    size, corpus = (
-        max(values_of(getattr(data, "global_batch_size", None) or 0)),
-        getattr(data, "corpus", None),
-    )
-    facts["tokens_per_step"] = int(size) * facts["seq_len"] if size and facts["seq_len"] else None
-    facts["train_tokens"] = corpus and corpus.num_tokens("train")
+    seq_len = getattr(data, "seq_len", None)
+    facts: Facts = {"seq_len": seq_len, "accumulation": getattr(data, "accumulation", None)}
+    facts["tokens_per_step"] = facts["train_tokens"] = None
+    size = getattr(data, "global_batch_size", None)
+    if size and seq_len:
+        # Of phases by consumed tokens, the largest.
+        facts["tokens_per_step"] = int(max(values_of(size))) * seq_len
+    corpus = getattr(data, "corpus", None)
+    if corpus is not None:
+        facts["train_tokens"] = corpus.num_tokens("train")
     baselines = getattr(data, "label_baselines", None)
-    return facts | baselines if isinstance(baselines, dict) else facts
+    if isinstance(baselines, dict):
+        facts |= baselines
+    return facts
 
 
 def _machine(trainer: L.Trainer, hosts: list[str]) -> Facts:
-    device, name, has_bf16 = trainer.strategy.root_device, trainer.strategy.root_device.type, False
+    device = trainer.strategy.root_device
+    name, has_bf16 = device.type, False
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

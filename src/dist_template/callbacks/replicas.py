@@ -4,7 +4,8 @@ A gradient that is not reduced, code that depends on the rank, or damaged memory
 parameter different, and neither the loss nor the norm shows it.
 
 A checksum of each tensor is computed on the device; one all-reduce has the largest and the smallest
-of the ranks that hold it, and one read on the host says whether they differ."""
+of the ranks that hold it, and one read on the host says whether they differ. Where they do, ranks
+exchange norms and column sums of these tensors, for the sentence that names them."""
 
 import functools
 import math
@@ -63,16 +64,17 @@ class Replicas(Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._buffers = []
-        # the network of a TrainingModule may be split into stages
+        # The network of a TrainingModule may be split into stages, whose ranks have other buffers.
         if not weights.is_alone() and not tracks_metrics(pl_module):
-            self._buffers = [*self._shared_buffers(pl_module)]
+            self._buffers = list(self._shared_buffers(pl_module))
 
     @torch.no_grad()
     def share_buffers(self) -> None:
         """Gives all ranks rank 0's buffers. Collective."""
         groups: dict[Any, list[Tensor]] = defaultdict(list)
         for owner, name in self._buffers:
-            if isinstance(buffer := getattr(owner, name, None), Tensor):
+            buffer = getattr(owner, name, None)
+            if isinstance(buffer, Tensor):
                 groups[buffer.device, buffer.dtype].append(buffer)
         for buffers in groups.values():
             flat = torch.cat([buffer.flatten() for buffer in buffers])
@@ -116,9 +118,11 @@ class Replicas(Callback):
         is_strict = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
         if not is_strict or model.static_graph or trainer.global_step + EARLY != self._early_step:
             return
-        if missing := [
-            name for name, p in pl_module.named_parameters() if p.requires_grad and p.grad is None
-        ]:
+        missing = []
+        for name, parameter in pl_module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                missing.append(name)
+        if missing:
             raise InputError(
                 f"DDP needs a gradient of each parameter, and {missing[0]} ({len(missing)} such)"
                 " gets none: freeze them where they are made, by requires_grad_(False), or set"
@@ -149,16 +153,17 @@ class Replicas(Callback):
         held = self._replicas(module)
         if self._shared is None:
             counts = Counter(chain.from_iterable(weights.to_rank_zero(list(held))))
-            self._shared = weights.broadcast(
-                sorted(digest for digest, count in counts.items() if count > 1)
-            )
-        if not (shared := self._shared):
+            on_several = sorted(digest for digest, count in counts.items() if count > 1)
+            self._shared = weights.broadcast(on_several)
+        shared = self._shared
+        if not shared:
             return
         device = trainer.strategy.root_device
         largest = torch.full((2, len(shared)), NONE_HELD, device=device)
-        if places := [place for place, digest in enumerate(shared) if digest in held]:
+        places = [place for place, digest in enumerate(shared) if digest in held]
+        if places:
             sums = torch.stack([checksum(held[shared[place]][1]).to(device) for place in places])
-            # ~ reverses the order
+            # ~ reverses the order of integers: the largest ~sum is of the smallest sum.
             largest[:, torch.tensor(places, device=device)] = torch.stack([sums, ~sums])
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         differs = (largest[0] != ~largest[1]) & (largest.amax(0) != NONE_HELD)
@@ -186,11 +191,11 @@ class Replicas(Callback):
         self, trainer: L.Trainer, held: dict[int, tuple[str, Tensor]], digests: list[int]
     ) -> None:
         """Names the first tensor that differs, and the ranks. Collective."""
-        local = {
-            digest: (held[digest][0], *_figures_of(held[digest][1]))
-            for digest in digests
-            if digest in held
-        }
+        local = {}
+        for digest in digests:
+            if digest in held:
+                name, tensor = held[digest]
+                local[digest] = (name, *_figures_of(tensor))
         ranks = weights.from_all_ranks(local)
         size, found = 0.0, []
         for digest in digests:
@@ -201,9 +206,13 @@ class Replicas(Callback):
             usual = max(by_sum.values(), key=len)  # the first of equally many
             others = sorted(set().union(*by_sum.values()) - set(usual))
             name, _, norm, column_sums = ranks[usual[0]][digest]
+            if not norm:
+                norm = 1.0
             for rank in others:
-                distance = math.dist(ranks[rank][digest][3], column_sums) / (norm or 1.0)
-                size = max(size, distance if math.isfinite(distance) else math.inf)
+                distance = math.dist(ranks[rank][digest][3], column_sums) / norm
+                if not math.isfinite(distance):
+                    distance = math.inf
+                size = max(size, distance)
             found.append((name, usual, others))
         name, usual, others = min(found)
         more = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""

@@ -1,8 +1,16 @@
-"""An exact order of samples for plain DataLoaders, on any number of ranks and after a resume."""
+"""An exact order of samples for plain DataLoaders, on any number of ranks and after a resume.
+
+1  `setup` wraps `train_dataloader`, `val_dataloader` and `test_dataloader` of the module or the
+   data module, so that Lightning gets other loaders from them.
+2  A plain training loader gets a `GlobalOrder` as its sampler (`_in_order`); any_loader.py
+   distributes every other one, and those of evaluations.
+3  The position in the order is in each checkpoint, with what the order depends on; a resume that
+   would continue in another order is refused.
+4  `teardown` removes the wrappers."""
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -106,7 +114,7 @@ class SampleOrder(Callback):
                 create = getattr(owner, name)
                 if stage_name == "train":
                     self._create = create
-                setattr(owner, name, lambda create=create, order=order: order(create()))
+                setattr(owner, name, _ordered(create, order))
                 self._wrapped.append((owner, name))
         if stage == "fit" and (owner, "train_dataloader") not in self._wrapped:
             rank_zero_warn(
@@ -145,16 +153,17 @@ class SampleOrder(Callback):
 
     def _note_generators(self, loader: Any) -> None:
         """Finds whether `train_dataloader`, called again by reload_dataloaders_every_n_epochs,
-        returns samplers with the generators of those before, which go on, or new ones. A resumed
-        run has not seen that, and asks it twice."""
+        returns samplers with the generators of those before, which continue, or new ones. A resumed
+        run cannot know that, and calls it twice."""
         found, known = generators_of_all(loader), self._generators
-        if known is None and found and self._trainer.ckpt_path:
+        if known is not None:
+            if not _are_same(found, known):
+                self._passes = {}
+        elif found and self._trainer.ckpt_path:
             if self._trainer.reload_dataloaders_every_n_epochs:
                 known = generators_of_all(self._create())
-        elif known is not None and [*map(id, found)] != [*map(id, known)]:
-            self._passes = {}
         if known is not None:
-            self._come_again = [*map(id, found)] == [*map(id, known)]
+            self._come_again = _are_same(found, known)
         self._generators = found
 
     def _check_ranks(self, loader: Any, is_plain: bool) -> None:
@@ -168,7 +177,7 @@ class SampleOrder(Callback):
         accumulation = self._trainer.accumulate_grad_batches
         per_batch = loader.batch_size * self._num_ranks
         self.global_batch_size = per_batch * accumulation
-        num, costs = len(loader.dataset), getattr(loader.dataset, "costs", None)
+        num = len(loader.dataset)
         if num < self.global_batch_size:
             raise InputError(
                 f"the training set has {num} samples, and an optimizer step takes"
@@ -182,8 +191,9 @@ class SampleOrder(Callback):
             size = self.global_batch_size
             self._consumed = ConsumedSamples.attach(self._trainer, size, per_batch)
             self._consumed.load(self._loaded)
-        # This one is resumable:
+        # Lightning's advice is for other loaders: this one resumes.
         warnings.filterwarnings("ignore", message=".*your dataloader is not resumable.*")
+        costs = getattr(loader.dataset, "costs", None)
         order = GlobalOrder(
             num,
             self.global_batch_size,
@@ -204,8 +214,9 @@ class SampleOrder(Callback):
 
         def epochs() -> int:
             every = trainer.reload_dataloaders_every_n_epochs
-            is_new = every and not self._come_again
-            return trainer.current_epoch % every if is_new else trainer.current_epoch
+            if every and not self._come_again:
+                return trainer.current_epoch % every
+            return trainer.current_epoch
 
         return Position(
             seed,
@@ -225,12 +236,16 @@ class SampleOrder(Callback):
         batches = num // per_batch
         if isinstance(limit, float):
             limit = int(batches * limit)
-        return limit * per_batch if 0 < limit < batches else 0
+        if not 0 < limit < batches:
+            return 0
+        return limit * per_batch
 
     def _compare(self) -> None:
         """Refuses an order that differs from the checkpoint's, once both are known."""
-        last = (c for c in callbacks_of(self._trainer) if isinstance(c, LastCheckpoint))
-        accepted = [key for callback in last for key in {*callback.accept_changes} & OF_AN_ORDER]
+        accepted: list[str] = []
+        for callback in callbacks_of(self._trainer):
+            if isinstance(callback, LastCheckpoint):
+                accepted += OF_AN_ORDER.intersection(callback.accept_changes)
         before = {key: self._loaded[key] for key in self._settings if key in self._loaded}
         compare(self._trainer.ckpt_path, before, self._settings, accepted)
 
@@ -241,19 +256,23 @@ class SampleOrder(Callback):
             loader = in_sequence(loader)
         if self._num_ranks == 1:
             return loader
-        for each in flattened(loader) if self.distributes else []:
-            self._warn_of_double_rows(each)
-        ranks = Ranks(self._rank, self._num_ranks, self._evaluates_all, pads=True)
         if not self.distributes:
             return loader
+        for each in flattened(loader):
+            self._warn_of_double_rows(each)
+        ranks = Ranks(self._rank, self._num_ranks, self._evaluates_all, pads=True)
         return distributed(loader, ranks, Position(_global_seed(), self._rank))
 
     def _warn_of_double_rows(self, loader: Any) -> None:
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return
         is_own = type(loader.batch_sampler) not in (BatchSampler, type(None))
-        entries = loader.batch_sampler if is_own else loader.sampler
-        count, what = length(entries) or 0, "batches" if is_own else "rows"
+        if is_own:
+            count, what = length(loader.batch_sampler), "batches"
+        else:
+            count, what = length(loader.sampler), "rows"
+        if count is None:
+            return
         double = -count % self._num_ranks
         if double and (is_own or not loader.drop_last):
             rank_zero_warn(
@@ -276,10 +295,14 @@ class SampleOrder(Callback):
 
     @property
     def consumed_samples(self) -> int:
-        return self._consumed.value(self._trainer) if self._consumed else 0
+        if self._consumed is None:
+            return 0
+        return self._consumed.value(self._trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._consumed.as_state(self._trainer) | self._settings if self._consumed else {}
+        if self._consumed is None:
+            return {}
+        return self._consumed.as_state(self._trainer) | self._settings
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
@@ -303,6 +326,20 @@ class _Resumable(DistributedSampler):
         return len(self.order) * self.order.micro_batch_size
 
 
+def _ordered(create: Callable[[], Any], order: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Returns a function, no partial: Lightning compares its code with the base class's."""
+
+    def loader() -> Any:
+        return order(create())
+
+    return loader
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    """Returns whether two lists have the same objects."""
+    return list(map(id, some)) == list(map(id, others))
+
+
 def _is_plain(loader: Any, *samplers: type) -> bool:
     """Returns whether it is torch's DataLoader with one of these samplers, over all samples."""
     if type(loader) is not DataLoader or loader.batch_size is None:
@@ -320,8 +357,9 @@ def _seed_of(loader: DataLoader) -> int | None:
     """Returns the seed of the shuffles, equal on all ranks; None if the loader does not shuffle."""
     if isinstance(loader.sampler, SequentialSampler):
         return None
-    generator = loader.generator
-    return generator.initial_seed() if generator else _global_seed()
+    if loader.generator is None:
+        return _global_seed()
+    return loader.generator.initial_seed()
 
 
 def _global_seed() -> int:
@@ -329,7 +367,8 @@ def _global_seed() -> int:
 
 
 def _refuse(loader: Any) -> Any:
-    if isinstance(dataset := getattr(loader, "dataset", None), IterableDataset):
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDataset):
         raise InputError(
             f"the training set {type(dataset).__name__} is an IterableDataset, of which each"
             " rank would read all rows: give it a method split_by_rank(rank, num_ranks), which"

@@ -57,10 +57,12 @@ class Summary(Callback):
             print(f"  {name:<21} {figure(value)}")
         if len(results) > MOST_RESULTS:
             print(f"  and {len(results) - MOST_RESULTS} more, in {self.folder / RunFile.METRICS}")
-        if unigram := getattr(data_of(trainer), "unigram_bits_per_byte", None):
+        unigram = getattr(data_of(trainer), "unigram_bits_per_byte", None)
+        if unigram:
             reaches = f"a unigram model of the same tokens reaches {unigram:.4f} bits per byte"
             print(f"  for comparison, {reaches}")
-        if seconds := goodput.read(self.folder):
+        seconds = goodput.read(self.folder)
+        if seconds:
             print(f"goodput           {goodput.describe(seconds)}")
         print(f"run folder        {self.folder}")
         self._call_hooks(trainer, None)

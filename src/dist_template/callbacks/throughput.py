@@ -48,7 +48,8 @@ class Throughput(RunCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         device = pl_module.device
         self._window_step = trainer.global_step
-        if samples := samples_of(trainer):
+        samples = samples_of(trainer)
+        if samples:
             self._window_samples = samples.consumed_samples
         self._last_end = time.perf_counter()
         self._seq_len = getattr(data_of(trainer), "seq_len", None)
@@ -76,14 +77,16 @@ class Throughput(RunCallback):
 
     def on_train_batch_end(self, *_: object, **__: object) -> None:
         now = time.perf_counter()
-        self._window_s += now - (self._last_end or now)
+        if self._last_end is not None:
+            self._window_s += now - self._last_end
         self._last_end = now
 
     def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         metrics, steps = metrics_of(module), trainer.global_step - self._window_step
         metrics.put("perf/step_s", self._window_s / steps)
         metrics.put("perf/data_wait_share", self._wait_s / self._window_s)
-        if samples := samples_of(trainer):
+        samples = samples_of(trainer)
+        if samples:
             total = samples.consumed_samples
             per_s = (total - self._window_samples) / self._window_s
             self._window_samples = total
@@ -102,7 +105,8 @@ class Throughput(RunCallback):
                     metrics.put("perf/mfu", tflops / self._peak_tflops)
         if trainer.world_size > 1:
             metrics.put_of_rank(OWN, self._own_s / steps)
-            if take_work := getattr(data_of(trainer), "take_work", None):
+            take_work = getattr(data_of(trainer), "take_work", None)
+            if take_work:
                 metrics.put_of_rank(WORK, take_work())
         for name, value in zip(MEMORY, self._memory_now(module.device), strict=True):
             metrics.put_of_rank(name, value)
@@ -113,11 +117,13 @@ class Throughput(RunCallback):
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
         of_ranks = metrics_of(module).of_ranks
-        if times_s := of_ranks.get(OWN):
+        times_s = of_ranks.get(OWN)
+        if times_s:
             slowest = max(times_s)
             metrics["rank/slowest"] = times_s.index(slowest)
             metrics["rank/slowest_over_median"] = slowest / statistics.median_low(times_s)
-        if (works := of_ranks.get(WORK)) and sum(works):
+        works = of_ranks.get(WORK)
+        if works and sum(works):
             metrics["rank/work_over_mean"] = max(works) / statistics.fmean(works)
         for name in MEMORY:
             metrics[name] = max(of_ranks[name])

@@ -38,34 +38,44 @@ class Trainable(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._initial = self._initial or _flags(pl_module)
+            self._keep_initial(pl_module)
             restore_trainable(pl_module, checkpoint)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        before, now = self._initial or {}, _flags(pl_module)
-        checkpoint[CHANGED] = {
-            name: value for name, value in now.items() if before.get(name, value) != value
-        }
+        before = {} if self._initial is None else self._initial
+        changed = {}
+        for name, value in _flags(pl_module).items():
+            if before.get(name, value) != value:
+                changed[name] = value
+        checkpoint[CHANGED] = changed
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Runs after the strategy has prepared the module, in some before a checkpoint is
         loaded."""
-        self._initial = self._initial or _flags(pl_module)
+        self._keep_initial(pl_module)
         named = dict(pl_module.named_parameters())
-        self._names, self._parameters = [*named], [*named.values()]
+        self._names, self._parameters = list(named), list(named.values())
         self._known = [parameter.requires_grad for parameter in self._parameters]
         strategy = rank_view(trainer.strategy)
         if strategy.keeps_trainable:
             before_training_step(trainer.strategy, lambda: self._compare(strategy))
 
+    def _keep_initial(self, module: L.LightningModule) -> None:
+        """Keeps the flags before the first change of this training."""
+        if not self._initial:
+            self._initial = _flags(module)
+
     def _compare(self, strategy: RankView) -> None:
+        """Tells the strategy what a hook or a callback has changed; before each training step."""
         now = [parameter.requires_grad for parameter in self._parameters]
         if now == self._known:
             return
-        triples = zip(self._names, self._known, now, strict=True)
-        changed = {name: after for name, before, after in triples if before != after}
+        changed = {}
+        for name, before, after in zip(self._names, self._known, now, strict=True):
+            if before != after:
+                changed[name] = after
         self._known = now
         strategy.change_trainable(changed)
 

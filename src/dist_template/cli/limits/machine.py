@@ -13,7 +13,7 @@ from ...errors import InputError, reason
 from ...model.any_module import typed_attribute
 from ...model.optim import OptimConfig
 from ...parallel.configured import Configured, Hardware
-from ...parallel.spec import Spec
+from ...parallel.spec import Spec, spec_of
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
