@@ -49,7 +49,7 @@ def test_packages_are_locked_and_none_is_blocked(tmp_path: Path, monkeypatch: An
     torch += "torch==2.12.0 ; sys_platform == 'darwin' \\\n    --hash=sha256:ab\n"
     chosen.write_text("")
     lock.write_text(f"# pins\nA.b==1.0 \\\n    --hash=sha256:ab\n{torch}")
-    assert one(doctor.check_packages(tmp_path), OK, "2 as lock-cpu.txt has them") == ""
+    assert one(doctor.check_packages(tmp_path), OK, "2 match lock-cpu.txt") == ""
     lock.write_text(f"A_b==1.1\n{torch}nowhere==3\n")
     found = "2 of 3 differ: a-b 1.0 (locked: 1.1), nowhere missing (locked: 3)"
     assert "make setup" in one(doctor.check_packages(tmp_path), PROBLEM, found)

@@ -11,7 +11,6 @@ import io
 import os
 import re
 from contextlib import redirect_stdout, suppress
-from pathlib import Path
 
 from ...cli.config_file import names
 from ...cli.verbs import verbs
@@ -50,18 +49,26 @@ def main(argv: list[str], project: Project) -> None:
     parser = Flags("completion", description=__doc__)
     parser.add_argument("shell", choices=("bash", "zsh"), help="both understand the same script")
     parser.parse_args(argv[1:])
-    pages = " ".join(page.stem for page in (folder_of_pages() or Path()).rglob("*.md"))
+    pages = " ".join(page.stem for page in folder_of_pages().rglob("*.md"))
+    # Patterns of the script's `case`, "VERB KEY" each, and the words that may follow.
     words = {"'completion completion'": "bash zsh", "'docs docs'": pages}
     words[f"*' {project.package}'"] = " ".join(verbs())
-    of_fit: dict[str, str] = {}
+    of_fit: dict[str, str] = {}  # flag: its values
     for verb in verbs():
-        text = help_of(verb, ("--help", *STRATEGIES) if verb == "fit" else ("--help",), project)
+        shown = ("--help", *STRATEGIES) if verb == "fit" else ("--help",)
+        text = help_of(verb, shown, project)
         flags = dict(FLAG.findall(text))
-        of_fit = of_fit or flags  # the first verb
-        rest = f"$(_{project.package}_words fit -)" if verb != "fit" and "fit's" in text else ""
+        if not of_fit:  # `fit` is the first verb
+            of_fit = flags
+        rest = ""
+        if verb != "fit" and "fit's" in text:  # its help says that it takes the flags of `fit`
+            rest = f"$(_{project.package}_words fit -)"
         words[f"'{verb} -'"] = f"{' '.join(flags)} {rest}"
-        words |= {f"'{verb} {key}'": v for key, v in flags.items() if v != of_fit.get(key)}
-    words |= {f"*' {key}'": values for key, values in of_fit.items()}
+        for key, values in flags.items():
+            if values != of_fit.get(key):
+                words[f"'{verb} {key}'"] = values
+    for key, values in of_fit.items():
+        words[f"*' {key}'"] = values
     for flag in ("--config", "-c"):  # a file's name, which no such word begins, is the shell's
         words[f"*' {flag}'"] = " ".join(names())
     cases = [f"{key}) echo {values.replace(',', ' ')} ;;" for key, values in words.items()]

@@ -82,7 +82,8 @@ def _resolved(flags: list[str], project: Project) -> dict[str, Any]:
     cli = WithoutTrainer.of(["config", *flags], project)
     trainer = {**cli.config_init.trainer}
     machine = Machine.described(trainer, default=max(1, torch.accelerator.device_count()))
-    if refused := violations(machine, trainer, cli.model, cli.datamodule):
+    refused = violations(machine, trainer, cli.model, cli.datamodule)
+    if refused:
         raise InputError(refused[0])
     if getattr(cli.datamodule, "global_batch_size", None) == AUTO:
         raise InputError(

@@ -25,9 +25,9 @@ def main(argv: list[str], project: Project) -> None:
         elif f"/{page}".endswith(f"/{name}"):
             shown.append(text)
     if not shown:
-        generated = f" here, as `make docs` writes it (`{program('fit')} --help` has the keys)" * (
-            name == "reference"
-        )
+        generated = ""
+        if name == "reference":
+            generated = f" here, as `make docs` writes it (`{program('fit')} --help` has the keys)"
         raise InputError(f"there is no page {name!r}{generated}: `{program('docs')}` lists all")
     with suppress(BrokenPipeError):  # of `docs | head`
         pydoc.pager("\n".join(shown) + "\n")
@@ -36,9 +36,11 @@ def main(argv: list[str], project: Project) -> None:
 def folder_of_pages() -> Path:
     """Returns the folder of the installed version's pages. Raises InputError where there are
     none."""
-    package, installed = Path(__file__).parents[2], "share/doc/dist-template"
-    bases = (package.parent, sysconfig.get_path("data"), site.getuserbase())
-    for place in (package.parents[1] / "docs", *(Path(base, installed) for base in bases)):
+    package = Path(__file__).parents[2]
+    places = [package.parents[1] / "docs"]  # of a checkout
+    for base in (package.parent, sysconfig.get_path("data"), site.getuserbase()):
+        places.append(Path(base, "share/doc/dist-template"))
+    for place in places:
         if (place / "index.md").is_file():
             return place
     raise InputError(

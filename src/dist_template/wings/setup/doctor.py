@@ -60,12 +60,14 @@ def main(argv: list[str], project: Project) -> None:
 
 def written_folders(flags: list[str], project: Project) -> dict[str, Path]:
     """Returns the folders that a training writes to, by the keys that set them."""
-    root, cache = "runs", "data_cache" if _has_cache(project) else None
+    root = "runs"
+    cache = "data_cache" if _has_cache(project) else None
     if flags:
         from ...cli.fit import WithoutTrainer
 
         cli = WithoutTrainer.of(["doctor", *flags], project)
-        root, cache = cli.config_init.run.root, getattr(cli.datamodule, "cache_dir", None)
+        root = cli.config_init.run.root
+        cache = getattr(cli.datamodule, "cache_dir", None)
     found = {"run.root": Path(root)}
     if cache is not None:
         found["data.cache_dir"] = Path(cache)
@@ -104,23 +106,25 @@ def check_packages(project: Path) -> Findings:
     installed: Any = comparable()["packages"]
     pins: dict[str, str] = {}
     for line in lock.read_text(encoding="utf-8").splitlines():
-        pin = Requirement(line.rstrip(" \\")) if line[:1].isalnum() else None
-        if pin and (not pin.marker or pin.marker.evaluate()):
+        if not line[:1].isalnum():  # a hash, a comment, or an option of pip
+            continue
+        pin = Requirement(line.rstrip(" \\"))
+        if pin.marker is None or pin.marker.evaluate():
+            # ==2.13.0+cpu: any build fits
             pins[canonicalize_name(pin.name)] = str(pin.specifier)[2:].split("+")[0]
     table = tomllib.loads(chosen.read_text(encoding="utf-8")).get("tool", {}).get("environment", {})
-    pins |= {canonicalize_name(name): version for name, version in table.get("pins", {}).items()}
-    has = {name: installed.get(name, "missing").split("+")[0] for name in pins}
-    wrong = [
-        f"{name} {has[name]} (locked: {pins[name]})" for name in pins if has[name] != pins[name]
-    ]
+    for name, version in table.get("pins", {}).items():
+        pins[canonicalize_name(name)] = version
+    wrong = []
+    for name, version in pins.items():
+        has = installed.get(name, "missing").split("+")[0]
+        if has != version:
+            wrong.append(f"{name} {has} (locked: {version})")
     if wrong:
-        yield (
-            PROBLEM,
-            f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}",
-            f"make setup, or change {CHOSEN}",
-        )
+        found = f"{len(wrong)} of {len(pins)} differ: {', '.join(wrong)}"
+        yield PROBLEM, found, f"make setup, or change {CHOSEN}"
     else:
-        yield OK, f"{len(pins)} as {LOCK} has them", ""
+        yield OK, f"{len(pins)} match {LOCK}", ""
     todo = "remove this environment, change your passwords and tokens, then make setup"
     for rule, advisory in table.get("blocked", {}).items():
         name, versions = canonicalize_name(Requirement(rule).name), Requirement(rule).specifier
@@ -132,18 +136,22 @@ def check_gpus() -> Findings:
     """Reports the GPUs, CUDA and cuDNN; torch's build has to fit the driver."""
     import torch
 
-    version, number = comparable()["driver"], torch.cuda.device_count() or "no"
-    build = torch.version.cuda or torch.version.hip or "none"
-    cudnn = torch.backends.cudnn.version() or "none"
+    driver = comparable()["driver"]
+    number = torch.cuda.device_count()
+    build = torch.version.cuda if torch.version.cuda else torch.version.hip
+    cudnn = torch.backends.cudnn.version()
     found = (
-        f"torch {torch.__version__}, its CUDA {build}, its cuDNN {cudnn}, driver"
-        f" {version or 'none'}, {number} GPU(s)"
+        f"torch {torch.__version__}, its CUDA {build if build else 'none'},"
+        f" its cuDNN {cudnn if cudnn else 'none'}, driver {driver if driver else 'none'},"
+        f" {number if number else 'no'} GPU(s)"
     )
     if torch.cuda.is_available():
-        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        names = Counter(f"{one.name} with {one.total_memory / GIB:.0f} GiB" for one in devices)
+        names: Counter[str] = Counter()
+        for index in range(number):
+            device = torch.cuda.get_device_properties(index)
+            names[f"{device.name} with {device.total_memory / GIB:.0f} GiB"] += 1
         found += ": " + ", ".join(f"{many} x {name}" for name, many in names.items())
-    if version and not torch.cuda.is_available():
+    if driver and not torch.cuda.is_available():
         yield PROBLEM, found, "install torch's build for this driver, or unset CUDA_VISIBLE_DEVICES"
     else:
         yield OK, found, ""
@@ -171,25 +179,26 @@ def check_disks(folders: dict[str, Path]) -> Findings:
 def check_limits() -> Findings:
     """NCCL and loader workers fill Docker's 64 MiB of /dev/shm; ranks, caches and workers open
     files."""
-    size, (soft, _) = (
-        shutil.disk_usage("/dev/shm").total / GIB,
-        resource.getrlimit(resource.RLIMIT_NOFILE),
-    )
-    todo = ""
+    size = shutil.disk_usage("/dev/shm").total / GIB
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    todo = []
     if size < 1:
-        todo = "docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm"
-    if 0 <= soft < 4096:
-        todo = f"{todo}; ulimit -n 4096".removeprefix("; ")
-    yield WARNING if todo else OK, f"/dev/shm has {size:.2f} GiB; open files: {soft}", todo
+        todo.append("docker run --shm-size 8g, or mount -o remount,size=8G /dev/shm")
+    if 0 <= soft < 4096:  # -1: no limit
+        todo.append("ulimit -n 4096")
+    verdict = WARNING if todo else OK
+    yield verdict, f"/dev/shm has {size:.2f} GiB; open files: {soft}", "; ".join(todo)
 
 
 def check_network() -> Findings:
     """Ranks meet at the address to which the host's name resolves: an interface has to have it.
     NCCL sends by InfiniBand where a port is active, else by Ethernet."""
     yield from _infiniband()
-    host, interfaces = socket.gethostname(), {}
+    host = socket.gethostname()
+    interfaces = {}  # by address
     for interface, addresses in psutil.net_if_addrs().items():
-        interfaces |= {one.address: interface for one in addresses}
+        for one in addresses:
+            interfaces[one.address] = interface
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
@@ -202,18 +211,20 @@ def check_network() -> Findings:
         yield WARNING, found, "correct /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 
 
+def _text_of(file: Path) -> str:
+    return file.read_text("utf-8").strip() if file.is_file() else "unknown"
+
+
 def _infiniband() -> Findings:
     """Reports InfiniBand's ports (RoCE has them too), as Linux lists them; without a port nothing
     is wrong."""
-    active, down = list[str](), list[str]()
+    active: list[str] = []
+    down: list[str] = []
     for port in sorted(INFINIBAND.glob("*/ports/*")):
         name = f"{port.parents[1].name} port {port.name}"
-        state, rate = (
-            (port / file).read_text("utf-8").strip() if (port / file).is_file() else "unknown"
-            for file in ("state", "rate")
-        )
+        state = _text_of(port / "state")
         if "ACTIVE" in state:
-            active.append(f"{name} ({rate})")
+            active.append(f"{name} ({_text_of(port / 'rate')})")
         else:
             down.append(f"{name} ({state})")
     if down:

@@ -41,41 +41,46 @@ def main(argv: list[str], project: Project) -> None:
         clone = Path(name, "template")
         _git(root, "clone", "--quiet", "--", address, str(clone))
         tags = _git(clone, "tag", "--list", "--sort=-version:refname").split()
-        releases = (tag for tag in tags if re.fullmatch(r"v\d+\.\d+\.\d+", tag))
-        old = record.get("checkout") or record["commit"]
-        new = given.to or next(releases, None) or _git(clone, "rev-parse", "HEAD")
+        releases = [tag for tag in tags if re.fullmatch(r"v\d+\.\d+\.\d+", tag)]
+        old = record.get("checkout")
+        if not old:
+            old = record["commit"]
+        new = given.to
+        if not new:
+            new = releases[0] if releases else _git(clone, "rev-parse", "HEAD")
         commits = []
         for version in (record["commit"], new):
-            commits.append(
-                _git(clone, "rev-parse", "--verify", f"{version}^{{commit}}", check=False)
-            )
-            if not commits[-1]:
+            revision = f"{version}^{{commit}}"
+            commit = _git(clone, "rev-parse", "--verify", revision, check=False)
+            if not commit:
                 raise InputError(
                     f"the template {address} has no {version}: edit {RECORD}, or give another TO"
                 )
-        if commits[1] in (
-            commits[0],
-            not given.to and _git(clone, "merge-base", *commits, check=False),
-        ):
+            commits.append(commit)
+        is_newest = commits[0] == commits[1]
+        if not given.to:  # a project of the last commit has passed the newest release
+            is_newest |= commits[1] == _git(clone, "merge-base", *commits, check=False)
+        if is_newest:
             print(f"nothing to upgrade: {address} has nothing newer than {old}")
             return
         before = _commit(root, record, old, commits[0], Path(name, "old"))
-        new = new if new in tags else commits[1]  # by this name the project pins the library
+        if new not in tags:  # the project pins the library by this name
+            new = commits[1]
         after = _commit(root, record, new, commits[1], Path(name, "new"), "-p", before)
-    done = _git(
-        root, "cherry-pick", "--keep-redundant-commits", "-X", "no-renames", after, check=False
-    )
+    picking = ("cherry-pick", "--keep-redundant-commits", "-X", "no-renames", after)
+    done = _git(root, *picking, check=False)
     names = _git(root, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
     if not names and not done:
         _git(root, "cherry-pick", after)  # raises InputError with git's reason
     for name in names[:]:
-        if not _git(
-            root, "ls-tree", after, name
-        ):  # the template removed it, and the user has edited it
+        # The template has removed the file, and the user has edited it.
+        if not _git(root, "ls-tree", after, name):
             _git(root, "add", "--", name)
             print(f"{name}: your edits stay")
             names.remove(name)
-    if done or not names and _git(root, "-c", "core.editor=true", "cherry-pick", "--continue"):
+    if not done and not names:  # no conflict is left
+        done = _git(root, "-c", "core.editor=true", "cherry-pick", "--continue")
+    if done:
         print(f"upgraded from {old} to {new} in one commit: `git show --stat` lists it")
         return
     why = (
@@ -96,7 +101,8 @@ def read_record(root: Path) -> dict[str, Any]:
         raise InputError(f"{what} cannot be read: {first_line(error)}") from error
     # raises InputError if the project is not committed
     _git(root, "cat-file", "-e", f"HEAD:./{RECORD}")
-    if changed := _git(root, "status", "--porcelain", "--untracked-files=no"):
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    if changed:
         name = changed.splitlines()[0].split(maxsplit=1)[-1]
         raise InputError(f"{name} has uncommitted changes: commit or stash them, then upgrade")
     return record
@@ -108,15 +114,8 @@ def _commit(
     """Renders a version; returns a commit of it, on no branch. Raises InputError if it fails."""
     clone = out.parent / "template"
     _git(clone, "checkout", "--quiet", "--detach", commit)
-    command = [
-        sys.executable,
-        "-m",
-        "cookiecutter",
-        "--no-input",
-        "--default-config",
-        "--checkout",
-        version,
-    ]
+    command = [sys.executable, "-m", "cookiecutter", "--no-input", "--default-config"]
+    command += ["--checkout", version]
     command += ["--output-dir", f"{out}/new", "--", str(clone), f"_origin={record['template']}"]
     command += [f"{key}={value}" for key, value in record["context"]["cookiecutter"].items()]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -140,9 +139,10 @@ def _git(
 ) -> str:
     """Returns what git prints in the folder `where`, or "" if it fails without `check`."""
     command = ["git", "-C", str(where), *arguments]
-    done = subprocess.run(
-        command, env={**os.environ, **(env or {})}, capture_output=True, text=True
-    )
+    variables = dict(os.environ)
+    if env is not None:
+        variables |= env
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if check and done.returncode:
         raise InputError(f"`git {' '.join(arguments[:-1])}` fails: {' '.join(done.stderr.split())}")
     return "" if done.returncode else done.stdout.strip()
