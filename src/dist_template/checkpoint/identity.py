@@ -106,8 +106,8 @@ def compare(
     if refused:
         values = [f"{key} {before.get(key)}, now {now.get(key)}" for key in refused]
         raise InputError(
-            f"{str(path)!r} was trained with {'; '.join(values)}: restore what it was, or train on"
-            f" with the change by --{ACCEPT} '[{', '.join(fixed)}]'"
+            f"{str(path)!r} was trained with {'; '.join(values)}: restore the old value, or"
+            f" continue with the new one by --{ACCEPT} '[{', '.join(fixed)}]'"
         )
     effective = []
     for key in changed:

@@ -75,9 +75,9 @@ def plain(value: Any, where: tuple[str, ...] = ()) -> Any:
             return value
         if isinstance(value, DTensor):
             raise InputError(
-                f"the checkpoint would have a sharded tensor at {'.'.join(where)}, of which each"
-                " rank has a part, and a resumed training rank 0's: keep it as a parameter or a"
-                " buffer of the module, or give `full_tensor()` of it"
+                f"the checkpoint would have a sharded tensor at {'.'.join(where)}: each rank has"
+                " its own shard, and a resumed run would get rank 0's: keep it as a parameter or a"
+                " buffer of the module, or save its `full_tensor()`"
             )
         return _without_the_rest(value)
     if isinstance(value, np.generic):

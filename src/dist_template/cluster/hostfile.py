@@ -20,7 +20,7 @@ LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)")
 def read(path: str, check_name: Callable[[str], None]) -> dict[str, int]:
     """Returns the number of slots of each host, in the order of the file. Raises InputError for a
     file that cannot be read, a wrong line, a host that is there twice, and without a host;
-    `check_name` raises it for a name that is none."""
+    `check_name` raises it for a wrong name."""
     found: dict[str, int] = {}
     where = f"cluster.hostfile {path}"
     try:

@@ -129,7 +129,8 @@ class FitLoop(_FitLoop):
             if not self._trained_in_epoch():
                 error.add_note(EMPTY_EPOCH)
             raise
-        if reduce := getattr(logger, "reduce_over_ranks", None):
+        reduce = getattr(logger, "reduce_over_ranks", None)
+        if reduce:
             reduce()
         call._call_callback_hooks(trainer, "on_train_epoch_end", monitoring_callbacks=True)
         # Hooks may ask whether the epoch was resumed; the rest is the same for one that was, as its
@@ -280,7 +281,7 @@ class Optimization(_AutomaticOptimization):
         return super()._make_zero_grad_fn(batch_idx - loop.first_batch, optimizer)
 
     def _make_backward_fn(self, optimizer: Any) -> Callable[[Any], None] | None:
-        """Divides gradients by the batches of a step which an end of data that nobody knew before
+        """Divides gradients by the batches of a step which an end of data that was not known before
         has cut short."""
         backward = super()._make_backward_fn(optimizer)
         if backward is None:
@@ -314,7 +315,8 @@ def begin_step(trainer: Any, num_batches: int) -> None:
     loop = trainer.fit_loop.epoch_loop
     loop.first_batch, batches = loop.batch_progress.current.ready, loop.batch_progress.total.ready
     trainer.accumulate_grad_batches = num_batches or 1
-    if isinstance(every := getattr(trainer, "val_check_interval", None), int):
+    every = getattr(trainer, "val_check_interval", None)
+    if isinstance(every, int):
         is_due = (trainer.global_step + bool(num_batches)) % every == 0
         trainer.val_check_batch = batches + num_batches if is_due else sys.maxsize
 

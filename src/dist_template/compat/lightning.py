@@ -244,7 +244,8 @@ def save_after_module(trainer: Any, module: L.LightningModule) -> None:
 
 def undo_save_after_module(trainer: Any, module: L.LightningModule) -> None:
     for name in ("on_train_batch_end", "on_validation_end"):
-        if (hook := vars(module).get(name)) and getattr(hook, "func", None) is _in_turn:
+        hook = vars(module).get(name)
+        if hook and getattr(hook, "func", None) is _in_turn:
             vars(module)[name] = hook.args[0][0]
         for callback in trainer.callbacks:
             if vars(callback).get(name) is _nothing:
@@ -267,7 +268,8 @@ class RankObserver(launcher._ChildProcessObserver):
         time.sleep(GRACE_S)  # if this process exits in the meantime, this thread ends with it
         codes = []
         for child in self._child_processes:
-            if code := child.poll():
+            code = child.poll()
+            if code:
                 codes.append(code)
             child.kill()
         print(

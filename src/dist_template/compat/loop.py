@@ -113,7 +113,8 @@ class EpochLoop(ResumableEpochLoop):
             self._own_hooks[name] = overridden_hook(module, name, L.LightningModule)
             self._callbacks[name] = []
             for callback in trainer.callbacks:
-                if hook := overridden_hook(callback, name, Callback):
+                hook = overridden_hook(callback, name, Callback)
+                if hook:
                     self._callbacks[name].append(partial(hook, trainer, module))
         self.drops_gradients = not (
             overridden_hook(module, "optimizer_zero_grad", L.LightningModule)
@@ -141,7 +142,8 @@ class EpochLoop(ResumableEpochLoop):
 
     def each(self, name: str, *args: Any) -> Any:
         """Calls the hook `name` of the callbacks, then the module's, and returns its result."""
-        if (last := self._own_hooks[name]) is None and not self._callbacks[name]:
+        last = self._own_hooks[name]
+        if last is None and not self._callbacks[name]:
             return None
         names = vars(self._module)
         before, names["_current_fx_name"] = names["_current_fx_name"], name  # for `self.log`

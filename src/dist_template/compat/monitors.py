@@ -19,7 +19,7 @@ Refuse = Callable[[Callback | None, str, Iterable[str]], None]
 
 def watch_monitors(trainer: Any, refuse: Refuse) -> None:
     """Lets callbacks and plateaus of `trainer` call `refuse` where Lightning would raise, because
-    their monitor is not logged. With `strict=False` Lightning goes on, and does so here."""
+    their monitor is not logged. With `strict=False` Lightning continues, and does so here."""
     for callback in trainer.callbacks:
         own = vars(callback)
         if isinstance(callback, EarlyStopping) and callback.strict:

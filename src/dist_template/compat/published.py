@@ -35,7 +35,7 @@ def safetensors_of(name: str) -> list[str]:
 
 
 def _files_of(index: str) -> set[str]:
-    """Returns the names of files in an index. Raises OSError if it is none."""
+    """Returns the names of files in an index. Raises OSError if it is not one."""
     found = json.loads(text_of(Path(index)))
     names = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):

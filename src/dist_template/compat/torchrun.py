@@ -57,7 +57,8 @@ class Agent(LocalElasticAgent):
         """Exit codes of the workers that have exited; SIGTERM of those that were killed here."""
         found = []
         for worker in self.workers():
-            if (code := worker.poll()) is not None:
+            code = worker.poll()
+            if code is not None:
                 found.append(-signal.SIGTERM if worker.pid in self._killed else code)
         return found
 

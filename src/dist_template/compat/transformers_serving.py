@@ -131,14 +131,16 @@ class _Completion(_Prepared, CompletionHandler):
     def _limited(
         self, request_id: str, model: Any, processor: Any, name: str, inputs: Any, *rest: Any
     ) -> tuple:
-        if num := self.generation_state.num_appended:
+        num = self.generation_state.num_appended
+        if num:
             inputs = {key: value[..., :-num] for key, value in inputs.items()}
         return super()._limited(request_id, model, processor, name, inputs, *rest)
 
     def _build_generation_config(self, body: dict, *given: Any, **named: Any) -> Any:
         """Adds `logit_bias`, which transformers' handler reads of conversations alone."""
         config = super()._build_generation_config(body, *given, **named)
-        if bias := body.get("logit_bias"):
+        bias = body.get("logit_bias")
+        if bias:
             config.sequence_bias = {(int(token),): value for token, value in bias.items()}
         return config
 

@@ -86,7 +86,8 @@ def size_of(module: L.LightningModule) -> Size:
 
 def results_of(trainer: L.Trainer, module: L.LightningModule) -> dict[str, float]:
     """Returns the newest validation or test results, by `log_eval` or else by `self.log`."""
-    if given := typed_attribute(module, "eval_metrics", dict):
+    given = typed_attribute(module, "eval_metrics", dict)
+    if given:
         return given
     logged = trainer.callback_metrics.items()
     return {name: float(value) for name, value in logged if not name.startswith("train")}

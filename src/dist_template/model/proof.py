@@ -126,7 +126,7 @@ def _of_models(axes: str) -> set[str]:
 
 def _always_refused(variants: list[dict[str, Any]], axes: str) -> str:
     """Returns why each tried variant fails under `axes` or a part of them; "" if one is right.
-    Switches that nobody tried are taken to be no better."""
+    Switches that were not tried are assumed to fail, too."""
     right: set[str] = set()
     for variant in variants:
         right.update(variant["right"])

@@ -101,7 +101,7 @@ def _refuse_others(run: Path, project: Project) -> None:
     if not is_for_texts(cli):
         raise InputError(
             "promote registers language models, which it compares by their documents, and"
-            f" {type(cli.model).__name__} is none: `evaluate RUN --baseline OTHER` compares"
+            f" {type(cli.model).__name__} is not one: `evaluate RUN --baseline OTHER` compares"
             " metrics, and `export RUN` writes weights"
         )
 

@@ -121,8 +121,8 @@ class Store(RunCallback):
         return {STORE: f"{self._run.address}/{CHECKPOINTS}"}
 
     def on_commit(self, path: Path, hashed: dict[str, list[int]]) -> None:
-        """Starts the upload of a checkpoint, of which this rank has hashed some files, after
-        the upload before; on every rank, in the thread that saves."""
+        """Starts to upload the files of a checkpoint that this rank has hashed, when the upload
+        before has ended; on every rank, in the thread that saves."""
         if self._run is not None:
             self.settle()
             self.behind += 1

@@ -17,7 +17,7 @@ def main(argv: list[str], project: Project) -> None:
     not met."""
     parser = Flags("evaluate")
     parser.add_argument("run", help="a run's folder, or a checkpoint in one")
-    parser.add_argument("--name", help="of the files; default: the split and the baseline")
+    parser.add_argument("--name", help="name of the result files; default: split and baseline")
     add_flags(parser)
     run(parser.parse_args(argv[1:]), project)
 
@@ -31,7 +31,7 @@ def add_flags(parser: Flags) -> None:
     requirement = "such as 'eval/loss better'; else exit code 2"
     add("--require", action="append", default=[], help=requirement)
     add("--tasks", nargs="+", default=[], metavar="NAME", help="tasks of lm-eval to run as well")
-    add("--task_folder", help="of the tasks' YAML files; default: lm-eval's own tasks")
+    add("--task_folder", help="folder of the tasks' YAML files; default: lm-eval's own")
     template = "put the chat template around the tasks' prompts"
     add("--chat_template", action="store_true", help=template)
     add("--limit", type=in_range(int, 1), help="the first samples of each task; default: all")

@@ -65,8 +65,8 @@ def evaluate(
         if value:
             raise InputError(
                 f"{flag} is for language models, which are compared by their documents:"
-                f" {type(cli.model).__name__} with {type(cli.datamodule).__name__} is none; remove"
-                " it, and read the metrics of the .json file"
+                f" {type(cli.model).__name__} with {type(cli.datamodule).__name__} is not one;"
+                " remove it, and read the metrics of the .json file"
             )
     run = find(given.run, project)
     models = [run]

@@ -152,7 +152,7 @@ def _output_name(path: str) -> str:
 
 
 def is_plain(module: L.LightningModule) -> bool:
-    """Returns whether a module's network is none of transformers', so that this file exports it."""
+    """Returns whether a module's network is not of transformers, so that this file exports it."""
     if not isinstance(module, TrainingModule):
         return True
     return not is_overridden("build_config", module, TrainingModule)

@@ -97,7 +97,7 @@ def _too_large() -> HTTPException:
 
 
 def _name(host: str) -> str:
-    """Returns the name in a Host, without its port; "." for what is none, as `a@b` or `[`."""
+    """Returns the name in a Host, without its port; "." if it is not valid, as `a@b` or `[`."""
     found = HOST.fullmatch(host)
     if found is None:
         return "."
