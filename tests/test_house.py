@@ -166,6 +166,26 @@ def broken_strategies(package: Path) -> list[str]:
     return found
 
 
+# What a language model can learn, by the names of keys and losses. Sources, and the modules of a
+# network, have the names of what they are for.
+OBJECTIVES = re.compile(r"\b(mtp|preference|distillation|dpo|ipo|simpo|orpo|kto)\b")
+OF_OBJECTIVES = ("text.objectives", "text.model", "text.sources")
+NAMES_KEYS = {"cli.parser"}  # its hint lists the keys of a TextModule
+
+
+def broken_objectives(package: Path) -> list[str]:
+    """Code that knows an objective by name, comments and docstrings aside."""
+    found = []
+    for name, path in house.modules(package).items():
+        if name.startswith(OF_OBJECTIVES) or name in NAMES_KEYS:
+            continue
+        known = {
+            each for text in house.names_and_strings(path) for each in OBJECTIVES.findall(text)
+        }
+        found += [f"{name}: {sorted(known)}"] if known else []
+    return found
+
+
 def broken_mock(package: Path) -> list[str]:
     return [name for name, path in house.modules(package).items() if house.uses_mock(path)]
 
@@ -238,6 +258,7 @@ LIBRARY_RULES = [
     broken_words,
     broken_private,
     broken_strategies,
+    broken_objectives,
     broken_mock,
     broken_interface,
 ]
@@ -326,6 +347,9 @@ BREAKS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         broken_tests, "cli/test_a.py: | text/test_b.py: from ..cli.test_a import f"),
     "a wing that fit reaches by a late import": (
         broken_closure, "cli/fit.py: def f():\n    from ..wings import a | wings/a.py: "),
+    "a verb that knows an objective": (
+        broken_objectives, "wings/a.py: def f(module): return module.mtp"),
+    "a key of an objective in a verb": (broken_objectives, "wings/a.py: key = 'model.mtp.weight'"),
     "a path that is not there": (broken_paths, "cli/a.py: # as in configs/cluster/nowhere.yaml"),
     "a module that is not there": (broken_modules, "cli/a.py: # see parallel.nowhere"),
     "a path in YAML": (broken_paths, "a.yaml: trainer: {}  # see cli/nowhere.py"),

@@ -10,17 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Callers that took these from here still find them.
-from .processes import (  # noqa: F401
-    broadcast,
-    distinct,
-    from_all_ranks,
-    is_alone,
-    is_rank_zero,
-    rank,
-    to_rank_zero,
-    world_size,
-)
+from .processes import broadcast, distinct, is_rank_zero, rank
 
 __all__ = ["gather"]
 

@@ -170,6 +170,28 @@ def texts(path: Path) -> list[str]:
     return [value for value in values if isinstance(value, str)]
 
 
+def names_and_strings(path: Path) -> list[str]:
+    """Returns names, attributes and strings of a file's code, without docstrings."""
+    tree, found = _tree(path), []
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings.add(id(first.value))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.append(node.attr)
+        elif isinstance(node, ast.arg):
+            found.append(node.arg)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in docstrings:
+                found.append(node.value)
+    return found
+
+
 def closure(package: Path, roots: set[str]) -> set[str]:
     """Returns the modules that importing `roots` can load, with late imports and packages above."""
     arrows, found, to_do = graph(package), set[str](), {*roots}

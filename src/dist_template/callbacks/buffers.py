@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import weights
+from .. import processes
 from ..cluster.hang import rank_ranges
 from ..compat.torch import is_persistent, num_writes
 from ..layout import local_shard
@@ -153,12 +153,12 @@ def damaged(module: nn.Module, ignored: set[str]) -> str:
         for place, (name, tensor) in enumerate(tensors.items()):
             if name not in ignored and not is_finite(tensor):
                 found.append((place, kind, name))
-    of_ranks = weights.from_all_ranks(found)
+    of_ranks = processes.from_all_ranks(found)
     everywhere = set().union(*of_ranks)
     first = min(everywhere)
     _, kind, name = first
     ranks = [rank for rank, of_rank in enumerate(of_ranks) if first in of_rank]
-    where = "" if weights.is_alone() else f" of rank {rank_ranges(ranks)}"
+    where = "" if processes.is_alone() else f" of rank {rank_ranges(ranks)}"
     sentence = f"the {kind} {name}{where} is not finite"
     more = len({name for _, _, name in everywhere}) - 1
     if more == 1:

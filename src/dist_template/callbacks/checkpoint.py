@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from .. import weights
+from .. import processes
 from ..checkpoint import commit, manifest
 from ..checkpoint.formats import use_every_format
 from ..checkpoint.identity import KEY, compare, fixed_settings, settings_of
@@ -114,7 +114,7 @@ class LastCheckpoint(RunCallback, Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         save_after_module(trainer, pl_module)
         step = trainer.global_step
-        if weights.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
+        if processes.broadcast(manifest.torn(self.folder / manifest.name(step)) is None):
             self.saved_step = step  # training resumes from it
         if trainer.local_rank == 0:  # the folder may be on each node's own disk
             commit.clear(self.folder)
@@ -227,7 +227,7 @@ def _flush_loggers(trainer: L.Trainer) -> None:
 def _failure(path: Path, error: commit.SaveError) -> str:
     """Returns what failed, the free space and the newest valid checkpoint, equal on all ranks."""
     sentence = ""
-    if weights.is_rank_zero():
+    if processes.is_rank_zero():
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         free_gib = shutil.disk_usage(folder).free / GIB
         newest = manifest.newest(path.parent)
@@ -235,7 +235,7 @@ def _failure(path: Path, error: commit.SaveError) -> str:
         sentence = (
             f"{path.name} was not saved, {error} ({free_gib:.1f} GiB are free at {folder}); {valid}"
         )
-    return weights.broadcast(sentence)
+    return processes.broadcast(sentence)
 
 
 class Decision(NamedTuple):
@@ -283,7 +283,7 @@ class BestCheckpoint(Checkpoint):
             return
         # Rank 0 decides: others lack a metric that was logged with `rank_zero_only`.
         decision = self._decision(trainer, trainer.callback_metrics)
-        decision = weights.broadcast(decision, metrics_group(trainer))
+        decision = processes.broadcast(decision, metrics_group(trainer))
         self.monitor = decision.monitor
         if decision.lacks:
             raise InputError(decision.lacks)
@@ -303,7 +303,7 @@ class BestCheckpoint(Checkpoint):
 
     def _decision(self, trainer: Any, metrics: Mapping[str, Any]) -> "Decision":
         """Returns what this rank would do after a validation; it asks no other rank."""
-        if not weights.is_rank_zero():
+        if not processes.is_rank_zero():
             return Decision()
         monitor = self.monitor
         if not monitor:

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
-from .. import weights
+from .. import processes
 from ..compat.epoch_metrics import (
     merged,
     metric_states,
@@ -92,7 +92,7 @@ class EpochMetrics(Callback):
             "metrics": metric_states(pl_module),
             "newest": newest_metrics(trainer),
         }
-        ranks = weights.to_rank_zero(own, metrics_group(trainer))
+        ranks = processes.to_rank_zero(own, metrics_group(trainer))
         if not ranks:  # rank 0 writes them; under ZeRO-3 each rank reads its own file
             ranks = [{"sums": {}, "metrics": {}, "newest": own["newest"]}] * trainer.world_size
             ranks[trainer.global_rank] = own

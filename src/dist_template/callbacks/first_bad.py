@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from .. import weights
+from .. import processes
 from ..layout import local_shard
 from ..model.any_module import metrics_of
 from ..model.metrics import MetricBuffer
@@ -133,7 +133,7 @@ def find_first_bad(
 def _agreed(local: Found | None) -> dict[str, Any] | None:
     """Returns the result that is first in the order of execution, and its ranks. Collective."""
     given = (local.place, local.what, local.module) if local else None
-    results = weights.from_all_ranks(given)
+    results = processes.from_all_ranks(given)
     if not any(results):
         return None
     place, what, name = min((each for each in results if each), key=lambda each: each[0])
@@ -169,7 +169,7 @@ def _chosen(trainer: Any, micro_batches: list[MicroBatch]) -> list[int]:
     for number, micro_batch in enumerate(micro_batches):
         if micro_batch.loss is not None and not micro_batch.loss.isfinite():
             bad.append(number)
-    firsts = [each[0] for each in weights.from_all_ranks(bad) if each]
+    firsts = [each[0] for each in processes.from_all_ranks(bad) if each]
     return [min(firsts)] if firsts else first_few
 
 

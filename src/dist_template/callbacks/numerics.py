@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import weights
+from .. import processes
 from ..compat.lightning import accumulates, replace_clipping
 from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, InputError, check_least
@@ -345,7 +345,7 @@ class Numerics(RunCallback):
             decision = "stop"
         local = {"data_parallel_rank": getattr(trainer.datamodule, "rank", 0), "rows": check.rows}
         ranks = []
-        for rank, of_rank in enumerate(weights.to_rank_zero(local)):
+        for rank, of_rank in enumerate(processes.to_rank_zero(local)):
             ranks.append({"rank": rank, "loss": check.losses[rank], **of_rank})
         incident = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

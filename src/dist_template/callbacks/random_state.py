@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from .. import weights
+from .. import processes
 from ..compat.lightning import validation_may_follow
 from ..parallel import rank_view
 
@@ -75,7 +75,7 @@ class RandomState(Callback):
     ) -> None:
         state = get_state() if self._state is None else self._state
         own = state()
-        states = weights.to_rank_zero(own)
+        states = processes.to_rank_zero(own)
         if not states:  # rank 0 writes them; under ZeRO-3 each rank reads its own file
             states = [{}] * trainer.world_size
             states[trainer.global_rank] = own

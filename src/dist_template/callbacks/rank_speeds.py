@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .. import weights
+from .. import processes
 from ..compat.lightning import accumulates
 from ..model.any_module import callbacks_of
 from ..parallel import rank_view
@@ -104,7 +104,7 @@ class MeasureSpeeds(Callback):
         """Sets the speeds of all ranks. Collective. Ranks that share samples are as fast as the
         slowest of them."""
         own = (data_rank, statistics.median(self._own_s), self._drawn())
-        of_ranks = weights.from_all_ranks(own)
+        of_ranks = processes.from_all_ranks(own)
         slowest_s = dict.fromkeys(range(self._speeds.num_ranks), 0.0)
         for rank, sample_s, _ in of_ranks:
             slowest_s[rank] = max(slowest_s[rank], sample_s)

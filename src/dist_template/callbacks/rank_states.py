@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from .. import weights
+from .. import processes
 from ..checkpoint.plain_types import plain
 from ..compat.lightning import metrics_group
 from ..compat.torch import tree_map
@@ -68,7 +68,7 @@ class RankStates(Callback):
                 states[place] = found
         group = metrics_group(trainer)
         digests = {place: _digest(state, place) for place, state in states.items()}
-        of_ranks = weights.from_all_ranks(digests, group)
+        of_ranks = processes.from_all_ranks(digests, group)
         differ = set()
         for place in set().union(*of_ranks):
             if len({digest.get(place) for digest in of_ranks}) > 1:
@@ -78,7 +78,7 @@ class RankStates(Callback):
         own = {place: tree_map(_on_host, states.get(place)) for place in differ}
         # Empty on the other ranks. Under ZeRO each rank has a file, and what it adds is there.
         checkpoint[KEY] = []
-        for of_rank in weights.to_rank_zero(own, group):
+        for of_rank in processes.to_rank_zero(own, group):
             named = {".".join(place): [list(place), state] for place, state in of_rank.items()}
             checkpoint[KEY].append(named)
 

@@ -21,7 +21,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from .. import weights
+from .. import processes
 from ..by_tokens import values_of
 from ..cluster.environment import environment
 from ..model.any_module import data_of, network_of, size_of, typed_attribute
@@ -76,7 +76,7 @@ class Record(Callback):
 def write_facts(folder: Path, trainer: L.Trainer, module: L.LightningModule) -> Facts:
     """Writes `facts.json` on rank 0, when the model is on its device, and returns its content.
     Collective. Unknown values are null: a custom model or datamodule may lack what is read here."""
-    hosts = weights.to_rank_zero(platform.node())
+    hosts = processes.to_rank_zero(platform.node())
     if module.automatic_optimization:
         # May set up the loaders, with a barrier of all ranks.
         steps = trainer.estimated_stepping_batches

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import weights
+from .. import processes
 from ..cluster.hang import rank_ranges
 from ..compat.lightning import accumulates
 from ..compat.torch import is_persistent
@@ -65,7 +65,7 @@ class Replicas(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._buffers = []
         # The network of a TrainingModule may be split into stages, whose ranks have other buffers.
-        if not weights.is_alone() and not tracks_metrics(pl_module):
+        if not processes.is_alone() and not tracks_metrics(pl_module):
             self._buffers = list(self._shared_buffers(pl_module))
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class Replicas(Callback):
         for buffers in groups.values():
             flat = torch.cat([buffer.flatten() for buffer in buffers])
             dist.broadcast(flat, 0)
-            if not weights.is_rank_zero():
+            if not processes.is_rank_zero():
                 parts = flat.split([buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view_as(buffer))
@@ -147,14 +147,14 @@ class Replicas(Callback):
     def _compare(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Compares the checksums of all ranks. Collective. Raises Ended on all ranks if a tensor's
         replicas differ."""
-        if weights.is_alone() or not rank_view(trainer.strategy).has_replicas:
+        if processes.is_alone() or not rank_view(trainer.strategy).has_replicas:
             return
         self.share_buffers()  # the newest forward pass has changed each rank's own
         held = self._replicas(module)
         if self._shared is None:
-            counts = Counter(chain.from_iterable(weights.to_rank_zero(list(held))))
+            counts = Counter(chain.from_iterable(processes.to_rank_zero(list(held))))
             on_several = sorted(digest for digest, count in counts.items() if count > 1)
-            self._shared = weights.broadcast(on_several)
+            self._shared = processes.broadcast(on_several)
         shared = self._shared
         if not shared:
             return
@@ -196,7 +196,7 @@ class Replicas(Callback):
             if digest in held:
                 name, tensor = held[digest]
                 local[digest] = (name, *_figures_of(tensor))
-        ranks = weights.from_all_ranks(local)
+        ranks = processes.from_all_ranks(local)
         size, found = 0.0, []
         for digest in digests:
             by_sum: dict[int, list[int]] = {}

@@ -30,7 +30,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .. import weights
+from .. import processes
 from ..checkpoint.identity import OF_AN_ORDER, compare
 from ..compat.epochs import make_resumable
 from ..compat.lightning import batch_progress, batches_of_epoch, in_sequence, mode_of
@@ -171,7 +171,7 @@ class SampleOrder(Callback):
         lengths: list[int | None] = [length(each) for each in flattened(loader)]
         if is_plain:
             lengths = [len(loader.dataset)]
-        check_lengths(weights.from_all_ranks(lengths))
+        check_lengths(processes.from_all_ranks(lengths))
 
     def _in_order(self, loader: Any) -> Any:
         accumulation = self._trainer.accumulate_grad_batches

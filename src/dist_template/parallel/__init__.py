@@ -13,5 +13,3 @@ spec/             what a strategy answers before a start; configured.py is what 
 from .rank_view import rank_view
 
 __all__ = ["rank_view"]
-
-run_strategy = rank_view  # its earlier name

@@ -26,7 +26,7 @@ from torch import nn
 from ...compat.recording import is_recording
 from ...errors import InputError, is_out_of_memory, reason
 from ...hub import check_reachable, why_not_loaded
-from ...weights import is_rank_zero
+from ...processes import is_rank_zero
 from .kernels import Attention, set_attention
 from .mtp import NAME as MTP
 from .mtp import add_modules
