@@ -163,8 +163,8 @@ class CLI(OpenCLI):
             config = config[self._verb]
         self._typed = typed_keys(args)
         strategy_names.check(config.trainer.get("strategy"))
-        self._check_ranges(config)
         refuse_misread(args, config)
+        self._check_ranges(config)
         if config.get("optimizer"):
             given = parser.parse_args(args, defaults=False)  # without the default learning rate
             inherit_rates(config, given[self._verb] if self._verb else given)

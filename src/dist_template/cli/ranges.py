@@ -133,6 +133,8 @@ def _leaves(
             accepted = [Alternative(locate(path), [])]
             is_foreign = path.partition(".")[0] not in CHECKED
             items = vars(given) if isinstance(given, Namespace) else given
+            if not isinstance(items, dict):  # it is refused where the class is read
+                return
         known = of_others.fields_of_model(items)
         for name, each in items.items():
             inside = alternatives(known[name]) if name in known else _below(accepted, name)
