@@ -38,7 +38,8 @@ def trains(runs: Runs) -> str:
 def curves(runs: Runs) -> str:
     for series, tolerance in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
         want, have = getattr(runs.cpu, series), getattr(runs.gpu, series)
-        if not (found := relative_difference(want, have)[0]) <= tolerance:
+        found = relative_difference(want, have)[0]
+        if not found <= tolerance:  # as NaN is not
             refuse_draws(runs.strategy)
             cause = (
                 "it depends on memory that nothing has written (torch.empty), an early copy, or a"
@@ -54,36 +55,34 @@ def waiting(runs: Runs) -> dict[str, float]:
 
 
 def waits(runs: Runs) -> str:
-    if found := waiting(runs):
+    found = waiting(runs)
+    if found:
         num = runs.small.micro_batches
-        cost = (
-            f"some {WAIT_MS} ms each, {sum(found.values()) * num * WAIT_MS:.2g} ms a step of {num}"
-            " micro-batches"
-        )
+        step_ms = sum(found.values()) * num * WAIT_MS
+        cost = f"some {WAIT_MS} ms each, {step_ms:.2g} ms a step of {num} micro-batches"
         raise NotEqual(f"{len(found)} lines wait", f"{_text(found)}; {cost}")
-    return (
-        f"none; {sum(_lines(runs, WAITS, 'plain', 'library').values()):.2g} a micro-batch are the"
-        " strategy's"
-    )
+    of_strategy = sum(_lines(runs, WAITS, "plain", "library").values())
+    return f"none; {of_strategy:.2g} a micro-batch are the strategy's"
 
 
 def copies(runs: Runs) -> str:
-    if found := _lines(runs, ("EARLY_READ", "RACE_H2D", "NCCL_MIXED_GROUP")):
-        raise NotEqual("memory or a group is used meanwhile", _text(found))
-    if found := _lines(runs, ("SYNC", "H2D_PAGEABLE"), "batch") | _lines(
-        runs, ("H2D_PAGEABLE",), "plain", "user"
-    ):
-        where = (
-            f"set pin_memory of loaders, and pin what hooks make ({runs.gpu.places.get('batches')})"
-        )
-        raise NotEqual("not from pinned memory", f"{_text(found)}: {where}")
+    meanwhile = _lines(runs, ("EARLY_READ", "RACE_H2D", "NCCL_MIXED_GROUP"))
+    if meanwhile:
+        raise NotEqual("memory or a group is used meanwhile", _text(meanwhile))
+    of_batches = _lines(runs, ("SYNC", "H2D_PAGEABLE"), "batch")
+    of_users = _lines(runs, ("H2D_PAGEABLE",), "plain", "user")
+    not_pinned = of_batches | of_users
+    if not_pinned:
+        hooks = runs.gpu.places.get("batches")
+        where = f"set pin_memory of loaders, and pin what hooks make ({hooks})"
+        raise NotEqual("not from pinned memory", f"{_text(not_pinned)}: {where}")
     return "nothing waits"
 
 
 def around(runs: Runs) -> str:
-    predicts = (
-        ", prediction" if runs.small.config["data"].get("prompts") and runs.gpu_prediction else ""
-    )
+    predicts = ""
+    if runs.small.config["data"].get("prompts") and runs.gpu_prediction.ok:
+        predicts = ", prediction"
     for got, expected, end in (
         (runs.gpu, runs.cpu, STEPS + 1),
         (runs.gpu_resumed, runs.gpu, NAN_STEP),

@@ -29,12 +29,23 @@ class Event(NamedTuple):
     phase: str  # start, warm-up, plain, log, end, background save, or one of PHASES
     kind: str  # one of fake_cuda.Kind
     operation: str
-    # of the innermost line that is the project's or this library's: "user", "library", or ""
-    # without any
-    owner: str
+    owner: str  # "user" or "library", of the innermost line of either; "" without one
     place: str  # that line: file:line function
     inner: str  # the innermost line outside of torch
     count: int
+
+
+def line_of(frame: FrameType) -> str:
+    """Returns file:line function of a frame."""
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def phase_of(function: str, file: str) -> str:
+    """Returns the phase that a frame of the stack stands for, by PHASES; "" for other frames."""
+    for name, end, phase in PHASES:
+        if function == name and file.endswith(end):
+            return phase
+    return ""
 
 
 class Events:
@@ -49,26 +60,28 @@ class Events:
         the copy's place."""
         owner = place = inner = phase = ""
         frame: FrameType | None = inspect.currentframe()
-        while frame is not None:
-            file, name, line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
-            if file.endswith("rehearse/recorder.py"):
+        while frame is not None:  # from the innermost line outwards; the first of each kind counts
+            here, frame = frame, frame.f_back
+            file = here.f_code.co_filename
+            if file.endswith("rehearse/recorder.py"):  # the rehearsal's own reads
                 return ""
-            if not SKIPPED.search(file):
-                if not inner and "/torch/" not in file:
-                    inner = f"{short(file)}:{line} {name}"
-                if not owner and (OURS.search(file) or is_users(file)):
-                    owner, place = (
-                        "user" if is_users(file) else "library",
-                        f"{short(file)}:{line} {name}",
-                    )
-                phase = phase or next(
-                    (p for f, end, p in PHASES if name == f and file.endswith(end)), ""
-                )
-            frame = frame.f_back
+            if SKIPPED.search(file):
+                continue
+            if not inner and "/torch/" not in file:
+                inner = line_of(here)
+            if not owner and is_users(file):
+                owner, place = "user", line_of(here)
+            elif not owner and OURS.search(file):
+                owner, place = "library", line_of(here)
+            if not phase:
+                phase = phase_of(here.f_code.co_name, file)
         if threading.current_thread().name.startswith("checkpoint"):
             phase = "background save"
+        elif not phase:
+            phase = self.phase
+        # A race shows when the host waits, later: it counts where the copy is.
         where = detail if kind == "RACE_H2D" and detail else place
-        self.found[phase or self.phase, kind, operation, owner, where, inner] += 1
+        self.found[phase, kind, operation, owner, where, inner] += 1
         return place
 
 

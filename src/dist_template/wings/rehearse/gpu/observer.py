@@ -22,14 +22,15 @@ class Observer(Recorder):
     def on_train_batch_start(
         self, trainer: Any, pl_module: object, batch: object, batch_idx: int
     ) -> None:
-        step, is_last = (
-            trainer.global_step + 1,
-            (batch_idx + 1) % trainer.accumulate_grad_batches == 0,
-        )
-        EVENTS.phase = ("plain", "log")[is_last and step % trainer.log_every_n_steps == 0]
+        step = trainer.global_step + 1
+        is_last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0  # of the step
         if step <= WARM_UP:
             EVENTS.phase = "warm-up"
-        self.plain += EVENTS.phase == "plain"
+        elif is_last and step % trainer.log_every_n_steps == 0:
+            EVENTS.phase = "log"
+        else:
+            EVENTS.phase = "plain"
+            self.plain += 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object, **__: object) -> None:
         step = trainer.global_step
@@ -41,10 +42,6 @@ class Observer(Recorder):
         EVENTS.phase = "end"
 
     def teardown(self, trainer: Any, *_: object, **__: object) -> None:
-        found = {
-            "plain": self.plain,
-            "events": [[*key, count] for key, count in EVENTS.found.items()],
-        }
-        (self.folder / f"events{trainer.global_rank}.json").write_text(
-            json.dumps(found), encoding="utf-8"
-        )
+        events = [[*key, count] for key, count in EVENTS.found.items()]
+        text = json.dumps({"plain": self.plain, "events": events})
+        (self.folder / f"events{trainer.global_rank}.json").write_text(text, encoding="utf-8")
