@@ -2,11 +2,11 @@
 
 Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
 
-    run         folder, dp_rank (data-parallel rank) rows        step, micro_batch, rows (a hash of
-    each sequence), random (of the random state before them) step        step, metrics (that the
-    module logged), tensors (see `replica_hashes`), rates, python;
-                also before the first step
-    eval        step, stage (sanity_check, validate, test), metrics
+    run    folder, dp_rank (data-parallel rank)
+    rows   step, micro_batch, rows (a hash of each sequence), random (of the state before them)
+    step   step, metrics (that the module logged), tensors (see `replica_hashes`), rates, python;
+           also before the first step
+    eval   step, stage (sanity_check, validate, test), metrics
 
 Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`."""
 
@@ -91,7 +91,8 @@ class Recorder(Callback):
         )
 
     def _save_weights(self, name: str, module: nn.Module) -> None:
-        if weights := gather(module):  # collective; {} on other ranks than 0
+        weights = gather(module)  # collective; {} on other ranks than 0
+        if weights:
             torch.save(weights, self.folder / f"{name}.pt")
 
     def _write(self, event: str, **values: object) -> None:
@@ -110,11 +111,16 @@ def samples_in(batch: Any) -> Tensor:
 
 def _first_tensor(batch: Any) -> Tensor | None:
     if isinstance(batch, Mapping):
-        if (tokens := batch.get("unsharded_input_ids", batch.get("input_ids"))) is not None:
+        tokens = batch.get("unsharded_input_ids", batch.get("input_ids"))
+        if tokens is not None:
             return _first_tensor(tokens)
         batch = [*batch.values()]
     if isinstance(batch, list | tuple):
-        return next((one for one in map(_first_tensor, batch) if one is not None), None)
+        for each in batch:
+            found = _first_tensor(each)
+            if found is not None:
+                return found
+        return None
     return batch if isinstance(batch, Tensor) else None
 
 
@@ -124,7 +130,8 @@ def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tu
     one. ZeRO-3's partitions are skipped: no two ranks hold the same."""
     found: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:
-        if tensor is not None and (place := shard_of(tensor).place) is not None:
+        place = None if tensor is None else shard_of(tensor).place
+        if tensor is not None and place is not None:
             found[name] = (place, fingerprint(tensor))
     return found
 

@@ -114,7 +114,8 @@ def serve(
 
 
 def _exit_with_parent() -> None:
-    if (parent := parent_process()) is not None:
+    parent = parent_process()
+    if parent is not None:
         parent.join()
         os._exit(1)
 
