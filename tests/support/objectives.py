@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from dist_template.ranges import NonNegativeFloat, PositiveFloat, Share
 from dist_template.text import NextToken, Pairs
 
 
@@ -14,7 +15,7 @@ class Smoothed(NextToken):
         smoothing: Weight of the uniform distribution in the target.
         penalty: Weight of the squared logarithm."""
 
-    def __init__(self, smoothing: float = 0.1, penalty: float = 1e-4) -> None:
+    def __init__(self, smoothing: Share = 0.1, penalty: NonNegativeFloat = 1e-4) -> None:
         self.smoothing = smoothing
         self.penalty = penalty
 
@@ -33,7 +34,7 @@ class Hinge(Pairs):
     Args:
         beta: Scale of the rewards."""
 
-    def __init__(self, beta: float = 0.1) -> None:
+    def __init__(self, beta: PositiveFloat = 0.1) -> None:
         self.beta = beta
 
     def losses(self, scores: Tensor) -> Tensor:
