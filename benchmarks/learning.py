@@ -39,11 +39,11 @@ from typing import Any
 
 import torch
 
+from dist_template.wings.history import read_run
+from dist_template.wings.rehearse.workers import clean_processes
 from tests.support import chats, line
-from tests.support.library import read_run
 from tests.support.real_weights import MADE
 from tests.support.runs import CONFIGS, SHIPPED
-from tests.support.wings import clean_processes
 
 from . import ROOT
 from .record import commit, cpu_name, versions

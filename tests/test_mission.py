@@ -86,7 +86,7 @@ def package(name: str) -> Fact:
 
 def rule(name: str) -> Fact:
     def holds() -> bool:
-        from tests.support.wings import engine
+        from dist_template.wings.diagnose import engine
 
         return name in engine.RULES
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from dist_template import InputError, Project
 from dist_template.callbacks import SampleOrder
 from dist_template.callbacks.any_loader import Position, Ranks, check_lengths, distributed
-from tests.support.library import lighten
+from dist_template.compat.loop import lighten
 from tests.support.quiet import QUIET, OfLoader
 from tests.support.runs import Workers
 

@@ -15,13 +15,13 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import Project
 from dist_template.callbacks.buffers import StepBuffers
+from dist_template.checkpoint.formats import read_full
 from dist_template.cli.main import run
 from dist_template.errors import Exit
 from dist_template.layout import local_shard
 from tests.support.classifier import PlainClassifier
-from tests.support.library import read_full, read_incidents
 from tests.support.numerics import Train, is_finite, newest_step
-from tests.support.runs import Workers, newest, only_run
+from tests.support.runs import Workers, newest, only_run, read_incidents
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 

@@ -21,13 +21,14 @@ from dist_template.callbacks.console import only_shows
 from dist_template.callbacks.preemption import Vote
 from dist_template.callbacks.samples import Samples
 from dist_template.callbacks.summary import Summary
+from dist_template.checkpoint import manifest
 from dist_template.errors import DECIDED, Exit
-from dist_template.wings.diagnose import read_run
+from dist_template.wings.diagnose import engine, read_run
 from dist_template.wings.diagnose.callback import Diagnosis
-from tests.support.library import manifest
+from dist_template.wings.rehearse.compare import first_difference
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import command, logged, newest, only_run, run, run_in_subprocess, small
 from tests.support.saves import Trainings
-from tests.support.wings import RunRecord, engine, first_difference
 
 ERRORS = {"KeyError": KeyError, "OutOfMemoryError": torch.OutOfMemoryError}
 

@@ -19,10 +19,10 @@ from trainer_dev.module import LanguageModule
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from transformers.models.llama import modeling_llama as llama
 
-from dist_template.callbacks import Numerics
+from dist_template.callbacks import Numerics, numerics
 from dist_template.layout import local_shard
-from tests.support.library import numerics, read_incidents
 from tests.support.numerics import Train
+from tests.support.runs import read_incidents
 from tests.support.tiers import tiers
 
 BAD_STEP = 5

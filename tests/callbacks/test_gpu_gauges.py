@@ -15,15 +15,16 @@ import torch
 
 import fake_cuda
 from dist_template.callbacks.gpu import GpuGauges, Names, Sampler, names_of, over_ranks
+from dist_template.observe.history.run import read_lines
+from dist_template.wings.diagnose.report.curves import figures
+from dist_template.wings.history import read_run
 from dist_template.wings.rehearse.gpu.devices import run_on_devices
 from dist_template.wings.rehearse.record import RunRecord
 from tests.support import nvml
-from tests.support.library import read_lines, read_run
 from tests.support.line import OURS
 from tests.support.parity import MODELS
 from tests.support.runs import only_run, run, small
 from tests.support.strategies import flags_of
-from tests.support.wings import figures
 
 LACKS = pytest.mark.skipif(bool(fake_cuda.refusal()), reason=fake_cuda.refusal())
 STEPS = [

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
 from dist_template import Ended, Project
-from dist_template.callbacks import Numerics
+from dist_template.callbacks import Numerics, numerics
 from dist_template.callbacks.numerics import StepCheck
 from dist_template.callbacks.replicas import checksum
+from dist_template.checkpoint import manifest
+from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Exit
 from dist_template.layout import local_shard
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.classifier import PlainClassifier
-from tests.support.library import manifest, numerics, read_full, read_incidents
 from tests.support.numerics import (
     Train,
     is_finite,
@@ -29,10 +31,9 @@ from tests.support.numerics import (
     spoil_reduced_gradient,
 )
 from tests.support.parity import PROCESSES, assert_close
-from tests.support.runs import Workers, newest, only_run, run
+from tests.support.runs import Workers, newest, only_run, read_incidents, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
 
 QUICK = ["--trainer.max_steps=8", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
 QUICK += ["--model.optim.warmup=2"]

@@ -11,10 +11,12 @@ import yaml
 from trainer_dev.data import DataModule
 
 from dist_template.callbacks import goodput
+from dist_template.checkpoint import commit
 from dist_template.observe.history.goodput import describe, read, share
-from dist_template.observe.history.run import RunFile
+from dist_template.observe.history.run import RunFile, read_lines
+from dist_template.text.batches.rows import PackedRows
+from dist_template.wings.history import read_run
 from tests.support.fault_runs import changes
-from tests.support.library import PackedRows, commit, read_lines, read_run
 from tests.support.modules import on_meta
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, only_run, run

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dist_template import InputError
 from dist_template.callbacks import BestCheckpoint
 from dist_template.callbacks.checkpoint import outdated
+from dist_template.checkpoint import commit, formats, manifest
 from tests.support.injury import corrupt, flip_a_bit
-from tests.support.library import commit, formats, manifest
 from tests.support.many_ranks import RankZero, state_of
 from tests.support.runs import main, newest, only_run, refused
 

@@ -19,20 +19,22 @@ from lightning.pytorch import Callback
 from torch import nn
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks import RandomState
+from dist_template.callbacks import RandomState, global_order
 from dist_template.callbacks.random_state import KEY
-from dist_template.checkpoint import identity
+from dist_template.checkpoint import identity, manifest
+from dist_template.checkpoint.formats import read_full
 from dist_template.compat import epochs
-from dist_template.wings.rehearse.compare import trace_resumed
+from dist_template.wings.rehearse.compare import first_difference, trace_resumed
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.ship.export import command as export
 from tests.support import saves
 from tests.support.faults import random_state_not_saved
 from tests.support.injury import corrupt
-from tests.support.library import global_order, manifest, read_full
 from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, logged, newest, only_run, refused, run, small
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt, RunRecord, export, first_difference
 
 STRATEGIES = ["ddp", "fsdp2", "fsdp2_ep", "zero1", "zero2", "zero3"]
 PREDICTING = {"fsdp2", "zero2"}  # with modules that predict later tokens

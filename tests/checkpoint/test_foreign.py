@@ -12,6 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_template.checkpoint import manifest
 from dist_template.errors import InputError
 from dist_template.foreign import (
     check_tree,
@@ -25,7 +26,6 @@ from dist_template.foreign import (
 from dist_template.observe.history.run import read_lines
 from dist_template.wings.store import hooks
 from dist_template.wings.store.remote import Remote, is_below
-from tests.support.library import manifest
 
 WRONG = """/etc/passwd|//etc/passwd|a//b|a/|/|.|..|./a|a/.|a/./b|a/../b|../a|a/..|a\\b|..\\a|C:\\a
 |a\0b|a\nb|a\x1bb|a\x7f""".split("|")

@@ -17,13 +17,16 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dist_template import InputError
-from dist_template.checkpoint.optimizer import numbered
+from dist_template.checkpoint import formats
+from dist_template.checkpoint.formats import read_full
+from dist_template.checkpoint.optimizer import by_name, numbered
 from dist_template.checkpoint.plain_types import TYPE
+from dist_template.checkpoint.stored import flat_range
+from dist_template.text.model.quantize import quantize
+from dist_template.wings.ship.export import command as export
 from tests.support import pairs
-from tests.support.library import by_name, flat_range, formats, quantize, read_full
 from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, newest, only_run, refused, run
-from tests.support.wings import export
 
 REST = {"global_step": 2, "loops": {"fit_loop": {}}, "DataModule": {"consumed_samples": 16}}
 # Of the two parameter groups; their order is not the model's.

@@ -30,11 +30,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dist_template.callbacks import LastCheckpoint
-from tests.support.library import ZeroFormat, commit, formats, manifest, read_full, sharded
+from dist_template.checkpoint import commit, formats, manifest
+from dist_template.checkpoint.formats import read_full
+from dist_template.parallel.mesh import format as sharded
+from dist_template.parallel.zero.format import ZeroFormat
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import disk, only_run, run, small
 from tests.support.saves import Trainings, crash
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt, RunRecord
 
 UNLIMITED = resource.RLIM_INFINITY
 STEPS, EVERY = 8, 4  # optimizer steps: of the second checkpoint, between two checkpoints

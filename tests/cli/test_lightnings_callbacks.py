@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from dist_template.cli.limits import Machine
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from tests.support.classifier import Images, PlainClassifier
-from tests.support.library import Machine
 from tests.support.limits import violations_of
 
 MORE = GradientAccumulationScheduler({1: 2})

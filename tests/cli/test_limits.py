@@ -10,9 +10,10 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
 from dist_template import AdapterConfig, BlockConfig, OptimConfig
+from dist_template.cli.limits import Machine, violations
+from dist_template.parallel.mesh.pipeline.schedule import SCHEDULES
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from dist_template.text import Preferences
-from tests.support.library import SCHEDULES, Machine, violations
 from tests.support.limits import LLAMA, violations_of
 from tests.support.strategies import NAMES, settings_of
 

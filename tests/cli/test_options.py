@@ -18,10 +18,10 @@ from lightning.pytorch.strategies import Strategy
 from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
 from dist_template.cli.ranges import arguments_of
+from dist_template.compat.lightning_cli import keys_of
 from dist_template.compat.ranges import ARGUMENTS
 from dist_template.strategies import MeshStrategy
 from dist_template.text import Source, TokenizerSpec
-from tests.support.library import keys_of
 from tests.support.line import OURS
 from tests.support.ranges import accepts, numbers, ranges
 from tests.support.runs import logged, only_run, refused, run

@@ -18,10 +18,10 @@ from dist_template.cli.verbs import verbs
 from dist_template.parallel.rank_view import is_strategy
 from dist_template.parallel.spec import REPLACED_GROUPS, is_spec, specs
 from dist_template.ranges import Range, checks_of
+from dist_template.wings.diagnose import engine
 from tests.support.extras import write_metadata
 from tests.support.line import command
 from tests.support.runs import only_run, refused, run
-from tests.support.wings import engine
 
 
 class Hostile(NamedTuple):

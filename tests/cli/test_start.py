@@ -19,10 +19,10 @@ from dist_template.cli import config_file, keys
 from dist_template.cli import main as command_line
 from dist_template.cli.verbs import verbs
 from dist_template.errors import install_command
+from dist_template.wings.diagnose import engine
 from tests.support.extras import without_extras, write_metadata
 from tests.support.line import OURS, command
 from tests.support.runs import PACKAGE, PROJECT, logged, only_run, refused, run
-from tests.support.wings import engine
 
 MOST_MODULES = 250  # of Python's library too; torch alone imports 1,500
 HEAVY = {"torch", "lightning", "transformers", "jsonargparse", "numpy", "dist_template.wings"}

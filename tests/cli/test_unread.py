@@ -23,10 +23,10 @@ from dist_template.cli.defaults import always_on
 from dist_template.cli.fit import CLI
 from dist_template.cli.limits import notes
 from dist_template.cli.limits.unread import class_without_effect
+from dist_template.compat.lightning_cli import keys_of
 from dist_template.errors import InputError
 from tests import PROJECT, ROOT
 from tests.support.classifier import Classifier
-from tests.support.library import keys_of
 from tests.support.limits import EIGHT_GPUS, LLAMA, violations_of
 from tests.support.line import OURS
 

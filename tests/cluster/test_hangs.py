@@ -23,17 +23,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
+from dist_template.checkpoint.formats import read_full
 from dist_template.cluster.hang import find_stalled
 from dist_template.cluster.watchdog import WatchdogThread
 from dist_template.errors import Exit
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.values import free_port
 from tests.support.injury import Step, Training, TwoHosts, kill
-from tests.support.library import read_full
 from tests.support.runs import Workers, newest, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 from tests.support.waiting import LIMIT_S as LIMIT_OF_A_WAIT_S
 from tests.support.waiting import until
-from tests.support.wings import RunRecord, free_port
 
 LIMIT_S = 3.0
 BUSY_S = 50.0  # for a slow machine; a collective's own limit would be 60 s more than LIMIT_S
@@ -67,7 +68,7 @@ class HangAt(Callback):
 
 def hang_in_data(rank: int, call: int, folder: Path) -> None:
     """A prelude: the rank's data set never answers the `call`-th request."""
-    from tests.support.library import Rows
+    from dist_template.text.batches.rows import Rows
 
     read, calls = Rows.__getitems__, itertools.count(1)
 

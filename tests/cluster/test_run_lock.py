@@ -18,12 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from dist_template import Ended
-from dist_template.cluster import rendezvous
+from dist_template.cluster import rendezvous, run_lock
+from dist_template.cluster.fingerprint import SameEnvironment
 from dist_template.cluster.launch import Variable
+from dist_template.cluster.rendezvous import Rendezvous
 from dist_template.cluster.run_lock import FILE, RunLock
 from dist_template.errors import Exit
 from dist_template.wings import values
-from tests.support.library import Rendezvous, SameEnvironment, run_lock
 from tests.support.runs import Workers, main, run
 
 ELSEWHERE = {"host": "node7", "machine": "node7 another boot", "pid": 4, "since": 1.0, "launch": ""}

@@ -18,9 +18,10 @@ from trainer_dev.data import DataModule
 from dist_template import Ended
 from dist_template.callbacks import BestCheckpoint, LastCheckpoint, Preemption
 from dist_template.callbacks.preemption import TIME_IS_UP
+from dist_template.checkpoint import formats, manifest
 from dist_template.compat.epochs import ends_epoch
+from dist_template.compat.loop import lighten
 from dist_template.text import Bytes, TextFiles
-from tests.support.library import formats, lighten, manifest
 from tests.support.tiers import tiers
 
 FILTERS = ("ignore:Checkpoint directory", "ignore:.*your dataloader is not resumable")

@@ -20,13 +20,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import DataLoader
 from trainer_dev.module import LanguageModule
 
+from dist_template.checkpoint.formats import read_full
 from dist_template.cli import trainer as cli
 from dist_template.compat import randomness
 from dist_template.compat.epochs import make_resumable
-from dist_template.compat.loop import EpochLoop, MixedPrecision
+from dist_template.compat.loop import EpochLoop, MixedPrecision, lighten
 from dist_template.compat.torch import step_of
 from dist_template.observe.loggers import run_log
-from tests.support.library import lighten, read_full
 from tests.support.runs import logged, newest, only_run, run
 from tests.support.tiers import tiers
 

@@ -22,9 +22,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from dist_template.project import Project
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import Workers
 from tests.support.strategies import flags_of
-from tests.support.wings import KillAt, RunRecord
 
 PACKAGE = "tests.lightning"
 RANKS = {"one": 1, "ddp": 2, "fsdp2": 2, "zero2": 2, "ddp3": 3}  # of each way to train

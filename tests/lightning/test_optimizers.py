@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dist_template.checkpoint import manifest
+from dist_template.checkpoint.formats import read_full
 from tests.lightning.arms import RANKS, Habit, ours
-from tests.support.library import manifest, read_full
 from tests.support.tiers import tiers
 
 pytestmark = pytest.mark.slow

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from dist_template import Project
+from dist_template.checkpoint import manifest
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.classifier import BUILT, CLASSIFIER, MANUAL, PLAIN
-from tests.support.library import manifest
 from tests.support.runs import Workers, logged
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import KillAt, RunRecord
 
 pytestmark = pytest.mark.slow
 MODULES = {"TrainingModule": CLASSIFIER, "plain": PLAIN}

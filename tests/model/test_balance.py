@@ -13,11 +13,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from dist_template import BalanceConfig
 from dist_template.model import balance
-from tests.support.library import Balancer
+from dist_template.model.balance import Balancer
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.modules import DEEPSEEK, SPARSE, TINY
 from tests.support.parity import Trainings, assert_close
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
 
 ROWS, TOKENS, EXPERTS, CHOSEN = 2, 32, 8, 2
 

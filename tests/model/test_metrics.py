@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dist_template.callbacks import Throughput
-from dist_template.model.metrics import FOLD
+from dist_template.model.metrics import FOLD, MetricBuffer
+from dist_template.observe.history.run import read_lines
+from dist_template.wings.history import read_run
+from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.recorder import fingerprint
 from tests import ROOT
-from tests.support.library import MetricBuffer, read_lines, read_run
 from tests.support.modules import Ops
 from tests.support.parity import CLIP, GLOBAL_BATCH, MODELS, Trainings
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
 
 # Of the fixture's trainings.
 SEQ_LEN, VOCABULARY, EOS = 32, 257, 256

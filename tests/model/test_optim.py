@@ -15,9 +15,9 @@ from transformers import get_scheduler
 
 from dist_template import InputError, OptimConfig
 from dist_template.by_tokens import Phase, batch_at, check_phases, divisor_of, value_at
-from dist_template.layout import clip_by_norm
+from dist_template.layout import clip_by_norm, total_norm
+from dist_template.model import optim
 from dist_template.model.any_module import value_now
-from tests.support.library import optim, total_norm
 
 
 @pytest.mark.parametrize("schedule", get_args(optim.Schedule))

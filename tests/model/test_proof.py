@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from dist_template import AdapterConfig
 from dist_template.cli.limits import proven
+from dist_template.model import proof
 from dist_template.strategies import MeshStrategy
 from dist_template.text.model.adapters import proof_axes
-from tests.support.library import proof
 from tests.support.runs import run
 
 SWITCHES = proof.switches_of(AutoConfig.for_model("llama"))

@@ -16,8 +16,9 @@ from trainer_dev.module import LanguageModule
 from transformers import AttentionInterface
 
 from dist_template.model.flops import Size, peak
+from dist_template.text.batches.rows import PackedRows
 from dist_template.text.model.head import ChunkedLoss, without_head
-from tests.support.library import BOUNDS, PackedRows
+from dist_template.text.model.kernels import BOUNDS
 from tests.support.modules import ARCHITECTURES, TINY, Ops, build, on_meta
 from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run

@@ -8,12 +8,13 @@ import pytest
 from lightning.pytorch import Callback
 from torch.distributed.tensor import DTensor
 
+from dist_template.checkpoint import manifest
+from dist_template.checkpoint.formats import read_full
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.adapters import MODEL, TARGETS, flags, with_random_b
-from tests.support.library import manifest, read_full
 from tests.support.parity import PauseAfter, Trainings, assert_close, run_folder
 from tests.support.runs import newest
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
 
 pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]

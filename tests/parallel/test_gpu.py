@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from tests.support.library import logs
+from dist_template.callbacks.training_log import logs
 from tests.support.parity import MODELS
 from tests.support.runs import logged, only_run, run_in_subprocess
 from tests.support.strategies import flags_of

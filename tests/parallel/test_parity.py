@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from dist_template.checkpoint.formats import read_full
 from tests.support import chats, parity
-from tests.support.library import read_full
 from tests.support.parity import CLIP, PROCESSES, STEPS, PauseAfter, Trainings
 from tests.support.runs import newest
 from tests.support.strategies import ARGS

@@ -12,20 +12,21 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from dist_template import InputError
+from dist_template.checkpoint import manifest
 from dist_template.parallel.mesh.pipeline import partition
 from dist_template.parallel.mesh.pipeline.division import BlockProxy, Division, StagePass
+from dist_template.parallel.mesh.pipeline.schedule import SCHEDULES
 from dist_template.parallel.mesh.pipeline.stages import (
     needed_micro_batches,
     stage_facts,
     stages_of_rank,
     stages_per_rank,
 )
-from tests.support.library import SCHEDULES, manifest
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.parity import MODELS, PauseAfter, Trainings, assert_close, assert_trains_alike
 from tests.support.runs import newest
 from tests.support.strategies import ARGS
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
 
 # four blocks, for up to four stages; tied weights, so that the first and the last stage share one
 MODELS["llama_of_4"] = MODELS["llama"].replace("hidden_layers: 2", "hidden_layers: 4")

@@ -11,14 +11,15 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from dist_template import weights
+from dist_template.checkpoint.formats import read_full
 from dist_template.checkpoint.frozen import REFERENCE
+from dist_template.wings.rehearse.record import RunRecord
 from tests import ROOT
 from tests.support import adapters, chats, pairs
-from tests.support.library import read_full, weights
 from tests.support.parity import PauseAfter, Trainings, run_folder
 from tests.support.runs import Workers, newest
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
 
 pytestmark = pytest.mark.slow
 RUN = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.log_every_n_steps=1"]

@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 from trainer_dev.module import LanguageModule
 
 from dist_template import InputError, Project
+from dist_template.cli.limits import Machine
 from dist_template.cli.limits.machine import Setup
+from dist_template.model.owners import Owners
 from dist_template.parallel.zero import json as deepspeed_config
 from dist_template.strategies import ZeroStrategy
 from tests.support import parity
 from tests.support.adapters import TARGETS, flags, with_random_b
 from tests.support.classifier import Images, PlainClassifier
-from tests.support.library import Machine, Owners
 from tests.support.parity import PROCESSES, PauseAfter, Trainings
 from tests.support.runs import Workers, logged, newest, refused, run
 from tests.support.strategies import flags_of

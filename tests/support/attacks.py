@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.library import manifest
+from dist_template.checkpoint import manifest
 
 Files = dict[str, Any]
 ESCAPE = "\x1b]0;owned\a\x1b[2J\x9b31m"

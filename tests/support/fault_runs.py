@@ -20,10 +20,12 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from trainer_dev.module import LanguageModule
 
+from dist_template.model import training_module
+from dist_template.text.batches.rows import PackedRows
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.faults import future_leaks, replaces
-from tests.support.library import PackedRows, training_module
 from tests.support.runs import Workers
-from tests.support.wings import KillAt, RunRecord
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "supports_bf16": True, "memory_gib": 79.1}
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from trainer_dev.module import LanguageModule
 
-from dist_template.callbacks import RandomState
+from dist_template.callbacks import RandomState, global_order
 from dist_template.compat.deepspeed import set_deepspeed_config
 from dist_template.parallel.mesh.pipeline.run import Pipeline
 from dist_template.parallel.zero import json as deepspeed_config
 from dist_template.strategies import ZeroStrategy
-from tests.support.library import global_order
 
 Batch = dict[str, Tensor]
 

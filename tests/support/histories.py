@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from dist_template.wings.diagnose import Finding, History
+from dist_template.wings.diagnose import Finding, History, engine
 from tests import ROOT
-from tests.support.wings import engine
 
 SHIPPED = ROOT / "src" / "dist_template" / "configs"
 

@@ -6,7 +6,7 @@ from trainer_dev.data import DataModule
 from trainer_dev.module import LanguageModule
 from transformers import AutoConfig
 
-from tests.support.library import Machine, violations
+from dist_template.cli.limits import Machine, violations
 
 EIGHT_GPUS = Machine("cuda", 8, precision="bf16-mixed")
 LLAMA = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=4)

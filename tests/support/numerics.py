@@ -15,10 +15,10 @@ from dist_template import Ended
 from dist_template.callbacks import Numerics
 from dist_template.checkpoint.manifest import step_of
 from dist_template.layout import local_shard
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.parity import MODELS, PROCESSES
 from tests.support.runs import newest, small
 from tests.support.saves import Trainings
-from tests.support.wings import RunRecord
 
 
 def spoil_loss(

@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import Workers, small
 from tests.support.strategies import ARGS, NAMES, flags_of
-from tests.support.wings import RunRecord
 
 MODELS = {
     "deepseek_v3": "{model_type: deepseek_v3, hidden_size: 32, intermediate_size: 64,"
@@ -62,7 +62,7 @@ STEPS, CLIP = 6, 0.8
 
 def mask_labels() -> None:
     """In each worker: the number of counted labels of a row depends on the sum of its tokens."""
-    from tests.support.library import Rows
+    from dist_template.text.batches.rows import Rows
 
     read = Rows.__getitems__
 

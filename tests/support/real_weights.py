@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from demonstrations import weights
+from dist_template.wings.rehearse.record import RunRecord
 from tests import ROOT
 from tests.support import chats, saves
 from tests.support.runs import CONFIGS
-from tests.support.wings import RunRecord
 
 MADE = ROOT / "build" / weights.NAME
 COMMON = """--run.report=false --data.seq_len=128 --data.micro_batch_size=1

@@ -12,11 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dist_template.observe.history.run import read_lines
 from dist_template.wings import diagnose as diagnosis
 from dist_template.wings.diagnose import History, read_run
 from tests import PROJECT, ROOT
 from tests.support.fault_runs import ALL, Trainings
-from tests.support.library import read_lines
 from tests.support.line import PACKAGE
 
 FOLDER = Path(__file__).parent / "recorded"

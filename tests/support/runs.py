@@ -14,12 +14,14 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
+from dist_template.checkpoint import manifest
 from dist_template.cli import main as command_line
+from dist_template.observe.history.run import RunFile, read_lines
 from dist_template.project import Project
+from dist_template.wings.history import read_run
 from dist_template.wings.rehearse.record import RunRecord
 from dist_template.wings.rehearse.workers import run_ranks
 from tests import PROJECT, ROOT
-from tests.support.library import manifest, read_run
 from tests.support.line import OURS, PACKAGE, command, main  # noqa: F401
 
 CONFIGS = PROJECT / "configs"
@@ -144,3 +146,7 @@ def refused(
 
 def quiet(_: str) -> None:
     pass
+
+
+def read_incidents(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / RunFile.INCIDENTS)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from tests.support.library import commit, manifest, processes
+from dist_template import processes
+from dist_template.checkpoint import commit, manifest
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.runs import Workers
 from tests.support.strategies import ARGS, flags_of
-from tests.support.wings import RunRecord
 
 # The functions by which a save changes files or waits for other ranks.
 OPERATIONS: dict[str, Any] = {

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import httpx
 
+from dist_template.wings.rehearse.workers import clean_processes
+from dist_template.wings.values import free_port
 from tests.support.line import main
 from tests.support.waiting import until
-from tests.support.wings import clean_processes, free_port
 
 
 class Server:

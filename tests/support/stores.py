@@ -12,11 +12,11 @@ from urllib.request import urlopen
 
 import pytest
 
+from dist_template.checkpoint import commit, manifest
 from dist_template.wings.store import lock
 from dist_template.wings.store.callback import Store
 from dist_template.wings.values import free_port
 from tests.support.injury import STEPS, Training
-from tests.support.library import commit, manifest
 
 KEYS = {"AWS_ACCESS_KEY_ID": "the-key-id", "AWS_SECRET_ACCESS_KEY": "the-secret-key"}
 KEYS["AWS_DEFAULT_REGION"] = "us-east-1"

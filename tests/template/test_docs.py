@@ -23,10 +23,10 @@ from dist_template.cli import config_file
 from dist_template.strategies import MeshStrategy, ZeroStrategy
 from dist_template.text.objectives.distillation import DistillationConfig
 from dist_template.text.objectives.mtp import MtpConfig
+from dist_template.wings.diagnose import engine
 from tests.support.line import PACKAGE, main
 from tests.support.recorded import METRICS
 from tests.support.tiers import NIGHTLY
-from tests.support.wings import engine
 from tests.support.written import falling, write_run
 
 from .conftest import ROOT, run

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from dist_template.checkpoint import manifest
+from dist_template.checkpoint.formats import read_full
 from tests.support.extras import without_extras
-from tests.support.library import manifest, read_full
 from tests.support.runs import OF_ANOTHER_RUN, logged, only_run
 from tests.support.tiers import tiers
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dist_template.wings.values import free_port
 from tests.support import chats
 from tests.support.line import PACKAGE
 from tests.support.runs import SHIPPED
-from tests.support.wings import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("start", "finetune", "evaluate")

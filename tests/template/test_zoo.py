@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_template.model import proof
 from dist_template.parallel.mesh import ranks as mesh_ranks
 from dist_template.parallel.mesh import strategy as mesh
-from tests.support.library import proof, shard_batch
+from dist_template.parallel.mesh.sequence import shard_batch
 from tests.support.tiers import NIGHTLY
 from zoo import cases as zoo
 from zoo.arms import OF_LORA, reference_of

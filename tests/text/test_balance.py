@@ -14,15 +14,18 @@ from trainer_dev.module import LanguageModule
 
 from dist_template import InputError
 from dist_template.by_tokens import Phase
+from dist_template.callbacks import global_order
 from dist_template.callbacks.equal_work import assign, counts_of
 from dist_template.callbacks.rank_speeds import MEASURED_STEPS, SKIPPED_STEPS, RankSpeeds, relative
+from dist_template.checkpoint import manifest
 from dist_template.text import PackedText
-from tests.support.library import PackedRows, global_order, manifest, read_run
+from dist_template.text.batches.rows import PackedRows
+from dist_template.wings.history import read_run
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support.parity import Trainings, mask_labels
 from tests.support.runs import refused
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord
 
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 FOUR_ROWS = "--data.micro_batch_size=4"

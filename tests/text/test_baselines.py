@@ -14,10 +14,10 @@ from trainer_dev.data import DataModule
 
 from dist_template.callbacks.record import _data as data_facts
 from dist_template.text import Bytes, Chat, Jsonl, Mixture, Preferences, Source
+from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.cache.baselines import SAMPLE_BYTES, compressed, unigram
 from tests.support.chats import TAGGED, write
 from tests.support.fault_runs import sentences
-from tests.support.library import NOT_COUNTED
 from tests.support.runs import quiet
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
+from dist_template.callbacks import global_order
 from dist_template.text import (
     ByteBPE,
     Bytes,
@@ -28,12 +29,12 @@ from dist_template.text import (
     Source,
     TextFiles,
 )
+from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.cache.token_cache import SPLITS
 from dist_template.text.sources import mixture
 from dist_template.text.sources.records import matching
 from dist_template.text.tokenizers import EOS
 from tests.support.injury import flip_a_bit
-from tests.support.library import NOT_COUNTED, global_order
 from tests.support.parity import PauseAfter
 from tests.support.runs import SENTENCES, Workers, disk, logged, newest, only_run, quiet, run, small
 from tests.support.strategies import flags_of

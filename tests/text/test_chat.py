@@ -10,9 +10,10 @@ import pytest
 from trainer_dev.data import DataModule
 
 from dist_template import InputError
+from dist_template.text.batches.rows import NOT_COUNTED
+from dist_template.text.model.kernels import BOUNDS
 from tests.support import chats
 from tests.support.chats import TURNS, messages, prepared, read, write
-from tests.support.library import BOUNDS, NOT_COUNTED
 
 TALK = messages(*TURNS)
 GOOD = {"messages": TALK}

@@ -17,15 +17,15 @@ from dist_template.parallel.mesh.shard import refuse_adapters
 from dist_template.strategies import MeshStrategy
 from dist_template.text import causal_lm, causal_lm_config
 from dist_template.text.model import adapters
-from dist_template.text.model.quantize import Linear4bit, dequantize
+from dist_template.text.model.quantize import Linear4bit, dequantize, quantize
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.ship.export import command as export
 from tests.support import chats
-from tests.support.library import quantize
 from tests.support.limits import violations_of
 from tests.support.parity import MODELS
 from tests.support.runs import CONFIGS, OURS, Workers, newest, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import RunRecord, export
 from zoo.models import variants
 
 ANSWER = "Aye aye, captain."

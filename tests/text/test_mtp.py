@@ -21,9 +21,11 @@ from transformers.modeling_layers import MtpModel
 
 from dist_template import InputError
 from dist_template.parallel.place import build_unsharded
+from dist_template.text.batches.rows import NOT_COUNTED
+from dist_template.text.model import mtp, safetensors_files
+from dist_template.text.model.head import ChunkedLoss
 from dist_template.text.objectives.mtp import ACCEPTED, COMPARED, MtpConfig, look_ahead
 from dist_template.wings.rehearse.shrink_model import shrink_architecture
-from tests.support.library import NOT_COUNTED, ChunkedLoss, mtp, safetensors_files
 from tests.support.parity import MODELS
 from tests.support.runs import refused, small
 

@@ -16,10 +16,10 @@ from trainer_dev.data import DataModule
 
 from dist_template import InputError
 from dist_template.by_tokens import Phase
+from dist_template.callbacks import global_order
 from dist_template.text import PackedText
 from dist_template.text.batches import loader
 from dist_template.text.batches.rows import best_fit
-from tests.support.library import global_order
 from tests.support.runs import quiet
 
 COUNTERS = ("ready", "started", "processed", "completed")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dist_template import BlockConfig
 from dist_template.parallel.blocks import wrap_blocks
 from dist_template.text import causal_lm, causal_lm_config, known_documents
-from tests.support.wings import LeakageTest
+from dist_template.wings.rehearse.interventions import LeakageTest
 
 LENGTHS = [[7, 3, 11], [1, 15, 5]]  # of the documents of each row
 T = 21

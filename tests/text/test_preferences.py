@@ -15,14 +15,16 @@ from trainer_dev.module import LanguageModule
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM, LlamaForCausalLM
 
 from dist_template import InputError
+from dist_template.callbacks import global_order
 from dist_template.text import Mixture, Preferences, Ratings
-from dist_template.text.batches.rows import PAIRS, PairRows
+from dist_template.text.batches.rows import NOT_COUNTED, PAIRS, PairRows
+from dist_template.text.model.kernels import BOUNDS
 from dist_template.text.objectives.distillation import Distillation, DistillationConfig
 from dist_template.text.objectives.keys import PREFERENCES
+from dist_template.text.objectives.pairs import PreferenceConfig
 from dist_template.text.objectives.ratings import Distance
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
-from tests.support.library import BOUNDS, NOT_COUNTED, PreferenceConfig, global_order
 from tests.support.parity import MODELS, Trainings
 from tests.support.runs import logged, newest, run
 from tests.support.strategies import flags_of

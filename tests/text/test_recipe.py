@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dist_template import InputError
 from dist_template.records import flatten
 from dist_template.text import Pretrained, TextFiles, causal_lm, causal_lm_config
+from dist_template.text.batches.rows import NOT_COUNTED
 from tests import ROOT
-from tests.support.library import NOT_COUNTED
 from tests.support.parity import MODELS
 from tests.support.runs import SHIPPED, Workers, logged, newest, only_run, run
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dist_template import InputError, Project
+from dist_template.checkpoint.formats import read_full
 from dist_template.cli import main as command_line
 from dist_template.cli.fit import WithoutTrainer
 from dist_template.wings.ship.evaluate import plain
-from tests.support.library import read_full
 from tests.support.runs import logged, only_run
 
 pytestmark = pytest.mark.slow

@@ -20,6 +20,7 @@ import torch
 import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
+from dist_template.cluster import run_lock
 from dist_template.wings.store import hooks, lock
 from tests.support.attacks import (
     ATTACKS,
@@ -31,7 +32,6 @@ from tests.support.attacks import (
     STORE_ATTACKS,
     TRAIN,
 )
-from tests.support.library import run_lock
 from tests.support.runs import OF_ANOTHER_RUN, SMALL_LLAMA, command, only_run, run, small
 
 LIMIT_S = 60  # of a verb; the slowest takes 5 s

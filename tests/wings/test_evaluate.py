@@ -17,12 +17,12 @@ from dist_template.text import ByteBPE
 from dist_template.text.objectives.mtp import MultiToken
 from dist_template.wings.ship.evaluate import evaluation, paired
 from dist_template.wings.ship.evaluate.documents import DocumentScores
+from dist_template.wings.ship.export.trained import load_trained
 from tests.support import runs
 from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import OURS, Workers, newest, only_run, refused, run
 from tests.support.strategies import flags_of, settings_of
 from tests.support.tiers import tiers
-from tests.support.wings import load_trained
 
 CALLBACK = f"{DocumentScores.__module__}.DocumentScores"
 IN_PROCESSES = evaluation.run_verb

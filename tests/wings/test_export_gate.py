@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dist_template import InputError, Project
+from dist_template.text.model import safetensors_files
+from dist_template.wings.ship.export import command
+from dist_template.wings.ship.export.trained import Trained, load_trained
+from dist_template.wings.ship.promote import Registry
 from tests import ROOT
 from tests.support.chats import TAGGED, UNTAGGED
-from tests.support.library import safetensors_files
 from tests.support.parity import FLAGS, MODELS
 from tests.support.runs import OURS, newest, only_run, refused, run, small
-from tests.support.wings import Registry, Trained, load_trained
-from tests.support.wings import export as command
 
 TWO_STEPS = ["--trainer.max_steps=2", "--trainer.limit_val_batches=0"]
 

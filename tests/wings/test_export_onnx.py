@@ -14,12 +14,12 @@ from dist_template import InputError
 from dist_template.wings.ship.export import command
 from dist_template.wings.ship.export.gate import Gate
 from dist_template.wings.ship.export.onnx import OnnxModel, write_onnx
+from dist_template.wings.ship.export.trained import Trained, load_trained
 from tests import ROOT
 from tests.support.adapters import flags as adapter_flags
 from tests.support.parity import MODELS
 from tests.support.runs import OURS, SMALL_LLAMA, only_run, refused, run
 from tests.support.tiers import tiers
-from tests.support.wings import Trained, load_trained
 
 SMALL = SMALL_LLAMA.replace("{model_type: llama, ", "").rstrip("}")
 DENSE = MODELS["deepseek_v3"].rstrip("}") + ", first_k_dense_replace: 9}"  # of 2 layers

@@ -19,13 +19,12 @@ from kubernetes_validate.utils import schema_contents
 from dist_template import InputError
 from dist_template.cluster.site import Kubernetes, Site
 from dist_template.errors import Exit
+from dist_template.wings.launch.job import Job, describe
+from dist_template.wings.launch.targets import target
 from tests import ROOT
 from tests.support.injury import OF_A_LAUNCHER, TwoHosts
 from tests.support.runs import CONFIGS, OURS, PROJECT, Workers, logged, run
 from tests.support.tiers import tiers
-from tests.support.wings import Job
-from tests.support.wings import describe_job as describe
-from tests.support.wings import launch_target as target
 
 # The CustomResourceDefinition of kubernetes-sigs/jobset v0.12.0 (Apache License 2.0), without texts
 # and status: unknown fields are errors, pods and Jobs refer to Kubernetes' own schemas.

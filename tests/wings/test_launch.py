@@ -20,6 +20,7 @@ import yaml
 from dist_template.cluster.site import Site
 from dist_template.errors import Exit, InputError
 from dist_template.wings.launch import command, nodes
+from dist_template.wings.launch.targets import target
 from tests import ROOT
 from tests.support import launched as of
 from tests.support import runs
@@ -27,7 +28,6 @@ from tests.support.extras import write_metadata
 from tests.support.launched import STEPS, Launched, one_machine, site
 from tests.support.line import main
 from tests.support.runs import PACKAGE, PROJECT, logged, refused, run
-from tests.support.wings import launch_target as target
 
 DOCS = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")
 BATCH = "--data.global_batch_size=192"

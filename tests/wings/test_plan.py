@@ -19,6 +19,8 @@ from dist_template.parallel.spec.facts import STATE
 from dist_template.text.objectives.mtp import MtpConfig
 from dist_template.wings.plan.estimate import Machine, Planned
 from dist_template.wings.plan.planner import Planner
+from dist_template.wings.plan.trace import Traced
+from dist_template.wings.rehearse.command import main as rehearse_main
 from tests import ROOT
 from tests.support import pairs
 from tests.support.memory import Allocated, Live, State
@@ -26,7 +28,6 @@ from tests.support.parity import MODELS
 from tests.support.runs import CONFIGS, OURS, SHIPPED, Workers, refused, run
 from tests.support.strategies import ARGS, flags_of, settings_of
 from tests.support.tiers import tiers
-from tests.support.wings import Traced, rehearse_main
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}

@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import learning
+from dist_template.wings.rehearse.compare import first_difference
+from dist_template.wings.rehearse.interventions import KillAt
+from dist_template.wings.rehearse.record import RunRecord
 from tests.support import chats, real_weights
 from tests.support.real_weights import LORA, assert_in_band
 from tests.support.runs import run, run_in_subprocess
 from tests.support.serving import Server
 from tests.support.tiers import NIGHTLY
-from tests.support.wings import KillAt, RunRecord, first_difference
 
 pytestmark = [*NIGHTLY]
 BANDS = {  # fsdp2 on two processes, CPython 3.11.7; seeds 0, 1 (and 2) gave:

@@ -15,13 +15,13 @@ import fake_cuda
 from dist_template.project import Project
 from dist_template.wings.rehearse import command
 from dist_template.wings.rehearse.checks import run_checks
+from dist_template.wings.rehearse.runs import Runs
 from tests.support import gpu_faults as g
 from tests.support.classifier import PLAIN
 from tests.support.parity import MODELS
 from tests.support.runs import CONFIGS, OURS, refused
 from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY
-from tests.support.wings import Runs
 
 CANNOT = fake_cuda.refusal()
 NEEDS_COMPILER = pytest.mark.skipif(bool(CANNOT), reason=CANNOT or "-")

@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 
+from dist_template import processes
+from dist_template.checkpoint import commit, manifest
+from dist_template.checkpoint.formats import read_full
 from dist_template.errors import Exit, InputError
 from dist_template.wings.diagnose import History
 from dist_template.wings.store.callback import upload_files
 from dist_template.wings.store.hooks import copy_run, store_refuses
 from dist_template.wings.store.remote import Remote
 from tests.support.injury import kill
-from tests.support.library import commit, manifest, processes, read_full
 from tests.support.runs import StopAfter, Workers, logged, newest, only_run, refused, run
 from tests.support.saves import crash
 from tests.support.stores import Nodes, Saving, can_mount, empty

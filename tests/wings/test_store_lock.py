@@ -16,11 +16,11 @@ import psutil
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from dist_template.cluster import run_lock
 from dist_template.errors import Exit, InputError
 from dist_template.wings.store import hooks, lock, remote
 from dist_template.wings.store.lock import StoreLock
 from dist_template.wings.store.remote import Remote
-from tests.support.library import run_lock
 from tests.support.runs import OF_ANOTHER_RUN, main, only_run, refused, run
 from tests.support.stores import KEYS
 

@@ -17,11 +17,12 @@ import lightning as L
 import pytest
 from lightning.pytorch import Callback
 
+from dist_template.checkpoint import manifest
+from dist_template.cluster import run_lock
 from dist_template.errors import Exit
 from dist_template.wings.rehearse.workers import clean_processes
 from dist_template.wings.store import lock
 from dist_template.wings.store.lock import StoreLock
-from tests.support.library import manifest, run_lock
 from tests.support.line import command
 from tests.support.runs import logged, only_run, run
 from tests.support.waiting import LIMIT_S, until

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from dist_template.metric_names import loss_of, parts_of
-from dist_template.wings.diagnose import History, expected
+from dist_template.wings.diagnose import History, engine, expected
 from dist_template.wings.diagnose.report import curves, page, tables
 from tests.support import histories
-from tests.support.wings import engine
 
 NO_TEXT = {"data.seq_len": None, "data.tokens_per_step": None, "data.train_tokens": None}
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from dist_template.text.objectives.distillation import Distillation
-from dist_template.wings.diagnose import Finding, History
+from dist_template.wings.diagnose import Finding, History, engine
 from dist_template.wings.history import Metrics
 from tests.support.fault_runs import FAULTS, HEALTHY, SEEDS
 from tests.support.histories import a_run, loss
 from tests.support.recorded import recorded
-from tests.support.wings import engine
 
 UNIGRAM, COMPRESSED = 7.5, 4.0
 FACTS = {

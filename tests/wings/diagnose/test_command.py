@@ -15,14 +15,16 @@ from xml.etree import ElementTree
 import pytest
 
 from dist_template import InputError
+from dist_template.cluster import run_lock
+from dist_template.observe.history.run import read_lines
 from dist_template.wings.diagnose import callback as diagnosis
 from dist_template.wings.diagnose import expected, read_run
 from dist_template.wings.diagnose.report import page
+from dist_template.wings.diagnose.report.tables import tables
 from dist_template.wings.launch import command as launch
 from dist_template.wings.setup.upgrade import read_record
-from tests.support.library import read_lines, run_lock
+from dist_template.wings.ship.promote import Registry
 from tests.support.runs import logged, main, only_run, run
-from tests.support.wings import Registry, tables
 from tests.support.written import HOSTILE, falling, write_run
 
 CONFIG = {"trainer": {"precision": "32-true", "max_steps": 400}}

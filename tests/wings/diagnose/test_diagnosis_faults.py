@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from dist_template.parallel.spec.facts import STATE
-from dist_template.wings.diagnose import Change, Finding, History, read_run
+from dist_template.wings.diagnose import Change, Finding, History, engine, read_run
+from dist_template.wings.diagnose.finding import as_text
 from dist_template.wings.diagnose.memory import figures_of
 from dist_template.wings.diagnose.remedies import memory_use, remedies
 from tests.support.fault_runs import ALL, FAULTS, Training, Trainings
@@ -25,7 +26,6 @@ from tests.support.recorded import recorded
 from tests.support.runs import Workers, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
-from tests.support.wings import as_text, engine
 
 each_of, ids = pytest.mark.parametrize, attrgetter("name")
 # The faults that are a key's, and cured in seconds. A fault in the code remains.

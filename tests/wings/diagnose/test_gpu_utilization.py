@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from dist_template.wings.diagnose import Finding
+from dist_template.wings.diagnose import Finding, engine
 from tests.support.histories import a_run, assert_followed_advice_is_not_given
-from tests.support.wings import engine
 
 IDLE = {"gpu/utilization": 0.35, "gpu/utilization_min": 0.3, "memory/peak_share": 0.8}
 BUSY = {"gpu/utilization": 0.97, "gpu/utilization_min": 0.95, "memory/peak_share": 0.8}

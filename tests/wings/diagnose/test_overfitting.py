@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dist_template.wings.diagnose import Finding, History
+from dist_template.wings.diagnose import Finding, History, engine
 from tests.support.histories import a_run, loss
-from tests.support.wings import engine
 
 STEPS = 1000
 SEEDS = range(20)

@@ -21,16 +21,17 @@ from dist_template.parallel.spec import spec_of
 from dist_template.strategies import MeshStrategy
 from dist_template.wings.rehearse import command, shrink_model
 from dist_template.wings.rehearse.checks import CHECKS, Check, run_checks
+from dist_template.wings.rehearse.command import main
 from dist_template.wings.rehearse.compare import gradients, relative_difference, trace
-from dist_template.wings.rehearse.runs import RunFailed
+from dist_template.wings.rehearse.record import RunRecord
+from dist_template.wings.rehearse.report import Result
+from dist_template.wings.rehearse.runs import RunFailed, Runs
 from dist_template.wings.rehearse.shrink_config import shrink
 from tests.support import faults as f
 from tests.support.faults import after_configure_model
 from tests.support.runs import CONFIGS, OURS, SMALL_LLAMA
 from tests.support.strategies import flags_of
 from tests.support.tiers import NIGHTLY, tiers
-from tests.support.wings import Result, RunRecord, Runs
-from tests.support.wings import rehearse_main as main
 
 MOE = "{model_type: deepseek_v3, num_hidden_layers: 2, first_k_dense_replace: 1,"
 MOE += " n_group: 1, topk_group: 1}"
