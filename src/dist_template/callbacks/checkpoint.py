@@ -26,17 +26,18 @@ from ..compat.lightning import (
     save_after_module,
     undo_save_after_module,
 )
+from ..compat.steps import StepCallback
 from ..errors import Ended, Exit, InputError, check_least
 from ..model.any_module import validation_loss
 from ..project import has_command_line, in_run
 from ..ranges import Folder, NonNegativeInt, PositiveInt
 from ..records import GIB
-from ..run_callback import RunCallback, loggers_of
+from ..run_callback import loggers_of
 from .epoch_metrics import EpochMetrics
 
 
 @dataclass(eq=False)
-class LastCheckpoint(RunCallback, Checkpoint):
+class LastCheckpoint(StepCallback, Checkpoint):
     """Writes `step<N>.ckpt` every `every_n_steps` and at the end; a run resumes from the newest.
 
     An older checkpoint is deleted after a newer one is committed, so the disk must hold one more
@@ -121,18 +122,19 @@ class LastCheckpoint(RunCallback, Checkpoint):
         if self.asynchronous:
             self._saver = commit.BackgroundSaver(trainer.strategy)
 
-    def on_train_batch_end(self, trainer: Any, *args: object, **kwargs: object) -> None:
+    def on_step_end(self, trainer: Any, pl_module: L.LightningModule, *_: object) -> None:
+        # A checkpoint has no accumulated gradients, so it is written after a full step.
         if not ends_epoch(trainer):
             self._save_if_due(trainer)
 
     def after_epoch(self, trainer: Any) -> None:
         """Saves an epoch's last step, so that no resumed run repeats the epoch's end, whose hooks
         may need what the module has collected in the epoch."""
-        self._save_if_due(trainer)
+        if not accumulates(trainer):
+            self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Any) -> None:
-        # A checkpoint has no accumulated gradients, so it can only be written after a full step.
-        if accumulates(trainer) or trainer.fast_dev_run:
+        if trainer.fast_dev_run:
             return
         if not has_passed(trainer, self.every_n_steps):
             return

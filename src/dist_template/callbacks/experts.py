@@ -6,10 +6,10 @@ import lightning as L
 from torch import Tensor
 
 from ..compat.lightning import accumulates
+from ..compat.steps import StepCallback
 from ..errors import InputError
 from ..model.any_module import metrics_of, typed_attribute, value_now
 from ..model.balance import BalanceConfig, Balancer
-from ..run_callback import RunCallback
 from .numerics import Numerics
 from .training_log import logs
 
@@ -29,7 +29,7 @@ def refuse_without_experts(config: BalanceConfig, module: L.LightningModule) -> 
         )
 
 
-class Experts(RunCallback):
+class Experts(StepCallback):
     """Logs the load of the experts and balances their routers (balance.py) after each step.
 
     moe/expert_load_max_over_mean, of the least even layer, and moe/unused_experts are over all
@@ -82,10 +82,8 @@ class Experts(RunCallback):
                 self._balancer.bias_update_speed = value_now(pl_module, SPEED, given)
                 self._balancer.begin_reduction()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
-        if self._is_on and not accumulates(trainer):
+    def on_step_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        if self._is_on:
             if logs(trainer, trainer.global_step):
                 metrics_of(pl_module).put_counts(LOADS, self._balancer.loads.flatten().clone())
             if self._balancer.needs_loads:

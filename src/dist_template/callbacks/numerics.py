@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import processes
-from ..compat.lightning import accumulates, replace_clipping
+from ..compat.lightning import replace_clipping
+from ..compat.steps import StepCallback
 from ..compat.torch import loss_scale, mark_overflow
 from ..errors import Ended, Exit, InputError, check_least
 from ..layout import total_norm
@@ -39,7 +40,6 @@ from ..observe.history.run import RunFile
 from ..project import in_run
 from ..ranges import Folder, NonNegativeFloat, PositiveInt, Range
 from ..records import write_atomically
-from ..run_callback import RunCallback
 from .buffers import (
     StepBuffers,
     damaged,
@@ -103,7 +103,7 @@ class StepCheck:
 
 
 @dataclass(eq=False)
-class Numerics(RunCallback):
+class Numerics(StepCallback):
     """Skips anomalous optimizer steps, records them, and stops or continues.
 
     The window and the limit are those of OLMo-core's SkipStepOptimizer, with median and median
@@ -274,8 +274,8 @@ class Numerics(RunCallback):
 
     # ---- on the host, one step later -------------------------------------------------------------
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        if accumulates(trainer) or self._check is None:
+    def on_step_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
+        if self._check is None:
             return
         check, self._check = self._check, None
         check.micro_batches, self._micro_batches = self._micro_batches, []

@@ -1,11 +1,10 @@
 """Ends an objective's step with the optimizer's, where the objective keeps values of a step."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import lightning as L
-from lightning.pytorch import Callback
 
-from ..compat.lightning import accumulates
+from ..compat.steps import StepCallback
 
 
 @runtime_checkable
@@ -17,7 +16,7 @@ class OfSteps(Protocol):
         """Takes what was summed. Collective."""
 
 
-class Objective(Callback):
+class Objective(StepCallback):
     """Calls `finish_step` after each optimizer step, before anything is saved."""
 
     def __init__(self) -> None:
@@ -25,10 +24,7 @@ class Objective(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._parts = [each for each in pl_module.children() if isinstance(each, OfSteps)]
-        if self._parts:  # a hook that does nothing would cost each step of other objectives
-            vars(self)["on_train_batch_end"] = self._end_batch
 
-    def _end_batch(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        if not accumulates(trainer):
-            for part in self._parts:
-                part.finish_step()
+    def on_step_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        for part in self._parts:
+            part.finish_step()

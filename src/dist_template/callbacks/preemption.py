@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ..cluster.launch import Variable
 from ..cluster.signals import job_started, listen, stop_request
-from ..compat.lightning import accumulates, has_passed, leave_signals_alone
+from ..compat.lightning import has_passed, leave_signals_alone
+from ..compat.steps import StepCallback
 from ..errors import Ended, Exit, InputError
 from ..model.any_module import callbacks_of
 from ..project import has_command_line
@@ -26,7 +27,7 @@ MOST_WITHOUT_STEP = 1000  # batches, of a module that optimizes manually
 EVERY_S = 0.25  # about the time between two votes; a step may be much shorter
 
 
-class Preemption(Checkpoint):
+class Preemption(StepCallback, Checkpoint):
     """Stops on SIGTERM or SIGUSR1 to any process of the run, and when the job's time is up.
 
     It is a `Checkpoint`, because Lightning calls those last. A validation is interrupted, and
@@ -60,11 +61,7 @@ class Preemption(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         stop_request.is_handled = True
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
-        if accumulates(trainer):
-            return
+    def on_step_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
         # A checkpoint has no gradients: one that accumulates them itself stops where it steps.
         is_between = not pl_module.automatic_optimization and not has_passed(trainer, 1)
         if is_between and self._without_step < MOST_WITHOUT_STEP:

@@ -19,7 +19,6 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import processes
 from ..cluster.hang import rank_ranges
-from ..compat.lightning import accumulates
+from ..compat.steps import StepCallback
 from ..compat.torch import is_persistent
 from ..errors import Ended, Exit, InputError
 from ..layout import local_shard, shard_of
@@ -39,7 +38,7 @@ COLUMNS = 64  # of a tensor's 8-byte words, each with a weight
 NONE_HELD = torch.iinfo(torch.int64).min
 
 
-class Replicas(Callback):
+class Replicas(StepCallback):
     """Ends training, with exit code 65, if ranks hold different values of one tensor.
 
     Compared are parameters, and floating-point buffers that a checkpoint has, after the second step
@@ -129,10 +128,8 @@ class Replicas(Callback):
                 " trainer.strategy ddp_find_unused_parameters_true"
             )
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
-        if not self._is_early or accumulates(trainer):
+    def on_step_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object) -> None:
+        if not self._is_early:
             return
         if trainer.global_step >= self._early_step:  # a batch may take several steps
             self._is_early = False

@@ -4,10 +4,10 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch import Tensor
 
-from ..compat.lightning import accumulates, has_passed, last_step, log_at_optimizer_steps
+from ..compat.lightning import has_passed, last_step, log_at_optimizer_steps
+from ..compat.steps import StepCallback
 from ..model.any_module import metrics_of, tracks_metrics
 from ..parallel import rank_view
 from ..run_callback import run_callbacks
@@ -18,7 +18,7 @@ def logs(trainer: Any, step: int) -> bool:
     return step % trainer.log_every_n_steps == 0 or step == trainer.estimated_stepping_batches
 
 
-class TrainingLog(Callback):
+class TrainingLog(StepCallback):
     """Writes the module's training metrics every `trainer.log_every_n_steps` optimizer steps.
 
     It calls the hooks of every RunCallback, on every rank and at log steps only."""
@@ -45,10 +45,8 @@ class TrainingLog(Callback):
             rate = optimizer.param_groups[0]["lr"]
             self._rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: L.LightningModule, *_: object, **__: object
-    ) -> None:
-        if accumulates(trainer) or not has_passed(trainer, 1):
+    def on_step_end(self, trainer: Any, pl_module: L.LightningModule, *_: object) -> None:
+        if not has_passed(trainer, 1):
             return
         is_last = trainer.global_step == last_step(trainer, pl_module)
         if not is_last and not has_passed(trainer, trainer.log_every_n_steps):

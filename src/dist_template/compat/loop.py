@@ -28,16 +28,18 @@ from torch.optim import Optimizer
 
 from .epochs import Optimization as OfSteps
 from .epochs import ResumableEpochLoop, make_resumable
+from .steps import StepCallback
 from .torch import step_of
 
 NO_GAPS = "one rank cannot skip a step that all ranks take together"
+BATCH_END = "on_train_batch_end"
 OF_EACH_BATCH = (
     "on_train_batch_start",
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
     "on_before_optimizer_step",
-    "on_train_batch_end",
+    BATCH_END,
 )
 
 
@@ -116,6 +118,7 @@ class EpochLoop(ResumableEpochLoop):
                 hook = overridden_hook(callback, name, Callback)
                 if hook:
                     self._callbacks[name].append(partial(hook, trainer, module))
+        self._callbacks[BATCH_END] = self._with_steps(trainer, module)
         self.drops_gradients = not (
             overridden_hook(module, "optimizer_zero_grad", L.LightningModule)
             or self._own_hooks["on_before_zero_grad"]
@@ -131,6 +134,20 @@ class EpochLoop(ResumableEpochLoop):
         ):
             self._transfer = _to_device
 
+    def _with_steps(self, trainer: Any, module: Any) -> list[Any]:
+        """Returns the hooks at the end of a step, and removes from `_between` those that a
+        StepCallback has."""
+        found: list[Any] = []
+        self._between: list[Any] = []  # of a micro-batch that is accumulated
+        for callback in trainer.callbacks:
+            hook = overridden_hook(callback, BATCH_END, Callback)
+            if getattr(hook, "__func__", None) is StepCallback.on_train_batch_end:
+                found.append(partial(callback.on_step_end, trainer, module))
+            elif hook:
+                found.append(partial(hook, trainer, module))
+                self._between.append(found[-1])
+        return found
+
     def _transfer_hook(self, name: str) -> Any:
         """Returns the data module's or module's hook; in the latter, `self.log` needs its name."""
         selector: Any = self.trainer._data_connector._datahook_selector
@@ -142,12 +159,14 @@ class EpochLoop(ResumableEpochLoop):
 
     def each(self, name: str, *args: Any) -> Any:
         """Calls the hook `name` of the callbacks, then the module's, and returns its result."""
-        last = self._own_hooks[name]
-        if last is None and not self._callbacks[name]:
+        last, hooks = self._own_hooks[name], self._callbacks[name]
+        if name == BATCH_END and self._accumulates:
+            hooks = self._between
+        if last is None and not hooks:
             return None
         names = vars(self._module)
         before, names["_current_fx_name"] = names["_current_fx_name"], name  # for `self.log`
-        for hook in self._callbacks[name]:
+        for hook in hooks:
             hook(*args)
         answer = last(*args) if last else None
         names["_current_fx_name"] = before
@@ -195,7 +214,7 @@ class EpochLoop(ResumableEpochLoop):
             self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         if ends:
             raise StopIteration
-        self.each("on_train_batch_end", output, batch, batch_idx)
+        self.each(BATCH_END, output, batch, batch_idx)
         if results:  # `self.log` was used
             connector.on_batch_end()
         results.batch = results.batch_size = None
