@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,10 @@ def attribute_of(module: str, places: Mapping[str, str]) -> Callable[[str], Any]
     def attribute(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{places[name]}", __package__), name)
+        value = getattr(importlib.import_module(f".{places[name]}", __package__), name)
+        # Python finds it there from now on; jsonargparse asks for each class dozens of times.
+        setattr(sys.modules[module], name, value)
+        return value
 
     return attribute
 
