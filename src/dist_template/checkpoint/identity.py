@@ -31,7 +31,7 @@ MAX_CHARACTERS = 80  # of a value; a hash stands for a longer one
 # A change of these is printed: neither the samples nor what the weights compute depend on them.
 PRINTED = re.compile(
     r"data\.(global_batch_size|balance|rank_speeds|source\.weights)|model\.(balance|optim)\..*|trainer\..*"
-    r"|optimizer\..*|lr_scheduler.*|.*(drop|coef|initializer).*"
+    r"|optimizer\..*|lr_scheduler.*|(?!model\.objective\.).*(drop|coef|initializer).*"
 )
 # The state of the schedule (first group) or optimizer restores the checkpoint's values.
 RESTORED = re.compile(

@@ -34,6 +34,14 @@ class Alternative(NamedTuple):
 
 def alternatives(hint: Any) -> list[Alternative]:
     """Returns the types of a union, and of any other the type itself, without `Annotated`."""
+    try:
+        return _alternatives(hint)
+    except TypeError:  # of a package, with metadata that have no hash
+        return _alternatives.__wrapped__(hint)
+
+
+@cache
+def _alternatives(hint: Any) -> list[Alternative]:
     if get_origin(hint) in (Union, UnionType):
         return [each for one in get_args(hint) for each in alternatives(one)]
     if get_origin(hint) is Annotated:

@@ -170,6 +170,12 @@ class TextModule(WithObjective):
     def _log_split(self, prefix: str, split: str) -> None:
         def compute() -> dict[str, float]:
             means = self.split_means.read(self.trainer.strategy)
+            if "loss" not in means:
+                name = type(self.active_objective).__name__
+                raise InputError(
+                    f"model.objective {name}: its sums have {', '.join(means)}, and no loss, by"
+                    " which runs are compared: add it"
+                )
             loss = means["loss"]
             self.active_objective.summarize(means)
             if bytes_per_token := self.data.bytes_per_token(split):

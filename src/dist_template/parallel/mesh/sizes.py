@@ -8,12 +8,17 @@ from ...errors import InputError
 from .axes import all_axes
 from .axes.axis import Axis, MeshSizes, Size
 
+EDIT = "edit strategy.init_args"
 Arguments = Mapping[str, Any]  # of MeshStrategy, with the sizes by `Axis.key`
 
 
 def given_size(arguments: Arguments, axis: type[Axis]) -> Size:
-    """Returns the size of `axis` in the arguments of MeshStrategy."""
-    return arguments.get(axis.key, axis.default)
+    """Returns the size of `axis` in the arguments of MeshStrategy. Raises InputError if it is no
+    size: nothing else checks that of a package's axis."""
+    size = arguments.get(axis.key, axis.default)
+    if size != "auto" and (isinstance(size, bool) or not isinstance(size, int)):
+        raise InputError(f"{axis.key} is {size!r}; give 1 or more, or auto: {EDIT}")
+    return size
 
 
 def sizes_of(arguments: Arguments, world_size: int) -> MeshSizes:
@@ -30,18 +35,16 @@ def sizes_of(arguments: Arguments, world_size: int) -> MeshSizes:
     if len(automatic) > 1 or min(sizes.values()) < 1 or prod(sizes.values()) != world_size:
         product = " x ".join(f"{axis.key} {given_size(arguments, axis)}" for axis in adding)
         processes = f"{world_size}, the number of processes (trainer.devices x trainer.num_nodes)"
-        way_out = "edit strategy.init_args, where only one size can be auto"
+        way_out = f"{EDIT}, where only one size can be auto"
         raise InputError(f"{product} does not make {processes}; {way_out}")
     for axis in all_axes():
         if not axis.adds_ranks:
             given = given_size(arguments, axis)
             sizes[axis.name] = sizes.fsdp * sizes.tp if given == "auto" else given
-    if min(sizes.cp, sizes.ep) < 1 or sizes.fsdp % sizes.cp:
-        which = (
-            f"cp_size {sizes.cp} must divide fsdp_size {sizes.fsdp}, and ep_size {sizes.ep} be 1"
-            " or more"
-        )
-        raise InputError(f"{which}: edit strategy.init_args")
+            if sizes[axis.name] < 1:
+                raise InputError(f"{axis.key} is {given}; give 1 or more, or auto: {EDIT}")
+    if sizes.fsdp % sizes.cp:
+        raise InputError(f"cp_size {sizes.cp} must divide fsdp_size {sizes.fsdp}: {EDIT}")
     return sizes
 
 

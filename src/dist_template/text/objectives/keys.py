@@ -100,6 +100,9 @@ class WithObjective(TrainingModule):
         if self.objective is None:
             yield from self._of_pairs.refusals(setup)
         else:
+            if self.objective.key != Objective.key:
+                name = type(self.objective).__name__
+                yield f"model.objective {name} is chosen by {self.objective.key}: set that instead"
             yield from self.objective.refusals(setup)
             why = "model.objective replaces it: set that to null"
             keys = {field.name for field in fields(self.preference)}
@@ -113,7 +116,10 @@ class WithObjective(TrainingModule):
                 yield f"model.objective does not work with model.{key}: set one of them to null"
 
     def fixed_settings(self, data: Any) -> dict[str, object]:
-        return super().fixed_settings(data) | self.objective_for(data).fixed_settings()
+        objective = self.objective_for(data)
+        kind = type(objective)
+        found = super().fixed_settings(data) | objective.fixed_settings()
+        return found | {"model.objective": f"{kind.__module__}.{kind.__qualname__}"}
 
 
 def kinds() -> list[type[Objective]]:

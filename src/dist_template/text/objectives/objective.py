@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -111,11 +112,12 @@ class Objective:
             yield f"{self.key} learns from {self.learns_from}: set data.source {name}"
 
     def fixed_settings(self) -> dict[str, object]:
-        """Returns the settings that change the loss, which a resume compares."""
-        kind = type(self)
-        found: dict[str, object] = {self.key: f"{kind.__module__}.{kind.__qualname__}"}
-        for name, value in vars(self).items():
-            if isinstance(value, str | int | float | bool | list):
+        """Returns the settings that change the loss, which a resume compares: the arguments of
+        `__init__` that are plain values."""
+        found: dict[str, object] = {}
+        for name in signature(type(self)).parameters:
+            value = getattr(self, name, None)
+            if value is None or isinstance(value, str | int | float | list | tuple | dict):
                 found[f"{self.key}.{name}"] = value
         return found
 
@@ -159,7 +161,11 @@ class Objective:
 
     def sums(self, module: Any, batch: Batch) -> Sums:
         """Returns sums over the tokens, or other units, of a micro-batch by name. The first is
-        minimized, the others are metrics; only the first is differentiable."""
+        minimized, the others are metrics; only the first is differentiable. One of them is `loss`,
+        by which runs are compared.
+
+        `evaluate` takes the cross-entropy of each document where `module.sums` is called; an
+        objective that does not call it sets `unit` to documents and defines `values`."""
         raise NotImplementedError(f"{type(self).__name__} has no sums: define it")
 
     # ---- metrics ---------------------------------------------------------------------------------

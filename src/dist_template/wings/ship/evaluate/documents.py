@@ -127,6 +127,12 @@ class DocumentScores(Callback):
         by_rank = {(rank, start): totals for rank, start, totals in found if start is not None}
         if not trainer.is_global_zero:
             return
+        if not by_rank:
+            name = type(self.objective).__name__
+            raise InputError(
+                f"evaluate has no loss of single documents: {name} computes it without calling the"
+                " module's `sums`; call it, or define `values` of documents"
+            )
         import pandas as pd
 
         columns: dict[str, object] = {
