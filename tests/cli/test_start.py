@@ -367,7 +367,7 @@ def test_a_package_adds_an_objective(site: Path, flags: Any, tmp_path: Path) -> 
     entry = ["-m", PACKAGE]
     given = [*flags, *smoothed, "--data.validation_share=0.3"]
     shown = started(site, *entry, "plan", *given, "--memory=1GiB")
-    assert "strategy/" in shown
+    assert "\ndevices  strategy" in shown and "\ntotal " in shown
     started(site, *entry, "fit", *given)
     folder = only_run(tmp_path)
     losses = logged(folder, "train/loss")

@@ -22,6 +22,7 @@ from tests.support.tiers import tiers
 
 SMOOTHED = ["--model.objective=tests.support.objectives.Smoothed", "--model.objective.penalty=0.01"]
 HINGE = ["--model.objective=tests.support.objectives.Hinge", "--model.objective.beta=0.3"]
+HINGE += ["--model.optim.warmup=0"]
 
 
 def test_the_objective_is_torchs() -> None:
@@ -60,6 +61,7 @@ def on_pairs(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     flags = [*pairs.flags(folder, pairs.LENGTHS), f"--run.root={folder / 'runs'}"]
     flags += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--run.report=false"]
     flags += ["--trainer.max_steps=4", "--trainer.log_every_n_steps=1", "--data.seq_len=64"]
+    flags += ["--trainer.limit_val_batches=0"]
     return Trainings(folder, flags)
 
 
