@@ -7,7 +7,7 @@ called wherever logits exist: of a micro-batch, of a chunk of it, in a pipeline'
 Shapes: B sequences, T tokens of a sequence, V vocabulary."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -19,8 +19,6 @@ __all__ = ["NextToken"]
 
 class NextToken(Objective):
     """Cross-entropy of the next token."""
-
-    key: ClassVar[str] = "model.objective"
 
     def blend(self, sums: Sums, logits: Tensor, labels: Tensor) -> Sums:
         """Returns what is minimized and what is logged of some tokens.
