@@ -50,6 +50,7 @@ OURS = "dist-template"  # this library's package
 MODULE = re.compile(r"[\w.]+(\s*:\s*[\w.]+)?\s*(\[.*\]\s*)?")  # an entry point's value
 NAME = re.compile(r"[A-Za-z_][\w.-]*")  # it becomes a verb, a key or a class's name
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # a run's own handlers
+ABSENT = object()  # of a class that has no such part
 _noted: set[str] = set()
 
 
@@ -267,39 +268,43 @@ def loaded(group: str, is_kind: Callable[[Any], bool] | None = None) -> dict[str
     """Returns what the entry points of a group name, imported once in a process, in their order. A
     package's that cannot be imported, or for which `is_kind` is false, is skipped with one line;
     `is_kind`'s docstring says what is allowed. Raises InputError as `all_of`."""
-    found = {}
-    for name, plugin in registered(group).items():
-        try:
-            value = plugin.load()
-            if is_kind is not None:
-                _check_kind(plugin, value, is_kind)
-        except PluginError as error:
-            note(f"{error}; it is skipped")
-            continue
-        found[name] = value
-    return found
+    return _loaded(group, Plugin.load, is_kind)
 
 
 @cache
 def loaded_parts(group: str, part: str, is_kind: Callable[[Any], bool]) -> dict[str, Any]:
     """Returns what the static method `part` of each class in a group returns, without those that
     return None; the rest is as in `loaded`, which reports a value that is no such class."""
-    found = {}
+
+    def load_part(plugin: Plugin) -> Any:
+        make = getattr(plugin.load(), part, None)
+        if make is None:
+            return ABSENT
+        with contained(plugin, f"fails in {part}"):
+            value = make()
+        return ABSENT if value is None else value
+
+    return _loaded(group, load_part, is_kind)
+
+
+def _loaded(
+    group: str, load: Callable[[Plugin], Any], is_kind: Callable[[Any], bool] | None
+) -> dict[str, Any]:
+    """Returns what `load` returns for each plug-in, by its name, without ABSENT. What a package
+    does wrong is reported in one line."""
+    values = {}
     for name, plugin in registered(group).items():
         try:
-            make = getattr(plugin.load(), part, None)
-            if make is None:
+            value = load(plugin)
+            if value is ABSENT:
                 continue
-            with contained(plugin, f"fails in {part}"):
-                value = make()
-            if value is None:
-                continue
-            _check_kind(plugin, value, is_kind)
+            if is_kind is not None:
+                _check_kind(plugin, value, is_kind)
         except PluginError as error:
             note(f"{error}; it is skipped")
             continue
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _check_kind(plugin: Plugin, value: object, is_kind: Callable[[Any], bool]) -> None:
