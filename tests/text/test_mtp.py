@@ -24,7 +24,7 @@ from dist_template.parallel.place import build_unsharded
 from dist_template.text.batches.rows import NOT_COUNTED
 from dist_template.text.model import mtp, safetensors_files
 from dist_template.text.model.head import ChunkedLoss
-from dist_template.text.objectives.mtp import ACCEPTED, COMPARED, MtpConfig, look_ahead
+from dist_template.text.objectives.mtp import ACCEPTED, COMPARED, MtpConfig, MultiToken, look_ahead
 from dist_template.wings.rehearse.shrink_model import shrink_architecture
 from tests.support.parity import MODELS
 from tests.support.runs import refused, small
@@ -110,6 +110,25 @@ def test_losses_are_those_of_each_document_alone(
         found = module.sums_of(ahead)
     assert (found[ACCEPTED] / found[COMPARED]).item() == pytest.approx(share)
     assert module(batch).shape == (3, 24, 211), "without them the output is the model's own"
+
+
+class Doubled(MultiToken):
+    """Minimizes twice the cross-entropy."""
+
+    def blend(self, sums: dict[str, Tensor], logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"objective": 2 * sums["loss"], **sums}
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_a_class_that_derives_from_it_changes_the_loss_of_each_module(
+    module: Any, batch: dict[str, Tensor], chunk: int | None
+) -> None:
+    ahead = look_ahead(batch, 2)
+    expected = 2 * module.sums_of(ahead)["objective"].item()
+    module.loss_chunk = chunk
+    module.active_objective = Doubled(MtpConfig(weight=0.5))
+    module.active_objective.attach(module)
+    assert module.sums_of(ahead)["objective"].item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["mtp", "deepseek_v32", "glm_moe_dsa"])

@@ -2,8 +2,12 @@
 (arXiv:1503.02531).
 
 The teacher is placed by the run's own strategy, as the reference of preferences is, and checkpoints
-contain its hash only. Both output layers run on one chunk of tokens at a time, so no (B, T, V) of
-either exists.
+contain its hash only. For each micro-batch:
+
+    1. the teacher's hidden states, without gradients
+    2. the model's hidden states
+    3. both output layers run on one chunk of tokens at a time, so no (B, T, V) of either exists;
+       of each chunk, `TextModule.sums` and `blend` as in next_token.py, then `with_teacher`
 
 Shapes: B sequences, T tokens of a sequence, V vocabulary, N tokens of a chunk."""
 
@@ -87,18 +91,21 @@ class Distillation(NextToken):
     def with_teacher(self, sums: Sums, logits: Tensor, labels: Tensor, expected: Tensor) -> Sums:
         """Returns sums of a chunk with `objective`, what is minimized, as the first. Logits and the
         teacher's, `expected`, are (1, N, V); published ones may be padded."""
-        config, size = self.config, min(logits.shape[-1], expected.shape[-1])
-        student, teacher = (
-            (each[..., :size].float() / config.temperature).log_softmax(-1)
-            for each in (logits, expected)
-        )
+        config = self.config
+        sums = self.blend(sums, logits, labels)
+        size = min(logits.shape[-1], expected.shape[-1])
+        student = (logits[..., :size].float() / config.temperature).log_softmax(-1)
+        teacher = (expected[..., :size].float() / config.temperature).log_softmax(-1)
         divergences = (teacher.exp() * (teacher - student)).sum(-1)  # (1, N)
         divergence = divergences.masked_fill(labels == NOT_COUNTED, 0.0).sum()
         minimized = next(iter(sums.values()))
         objective = (1 - config.weight) * minimized
         objective = objective + config.weight * config.temperature**2 * divergence
-        others = {name: value.detach() for name, value in sums.items() if name != "objective"}
-        return {"objective": objective, "divergence": divergence.detach(), **others}
+        result = {"objective": objective, "divergence": divergence.detach()}
+        for name, value in sums.items():
+            if name != "objective":
+                result[name] = value.detach()
+        return result
 
 
 def _build_teacher(module: Any) -> nn.Module:
@@ -117,24 +124,22 @@ def _build_teacher(module: Any) -> nn.Module:
             )
         model = causal_lm(config, name, data.vocab_size).requires_grad_(False)
         refuse_reward_model(model, name)
-        for key, each in (
-            ("the model", module.model),
-            (f"model.distillation.teacher {name!r}", model),
-        ):
-            if head_of(each) is None:
-                what = (
-                    f"{key} ({type(each).__name__}) has no output layer (get_output_embeddings),"
-                    " so its"
-                )
-                raise InputError(
-                    f"{what} distribution cannot be distilled: remove model.distillation"
-                )
+        _require_head(module.model, "the model")
+        _require_head(model, f"model.distillation.teacher {name!r}")
     except InputError as error:
         raise InputError(
             str(error).replace("model.pretrained", "model.distillation.teacher")
         ) from error
     module.frozen_reference = {"name": name}
     return model
+
+
+def _require_head(model: nn.Module, name: str) -> None:
+    if head_of(model) is None:
+        raise InputError(
+            f"{name} ({type(model).__name__}) has no output layer (get_output_embeddings), so its"
+            " distribution cannot be distilled: remove model.distillation"
+        )
 
 
 def _teacher_config(module: Any, data: Any, name: str) -> Any:
@@ -145,13 +150,13 @@ def _has_tokenizer(name: str, tokenizer: Any) -> bool:
     """Returns whether the teacher's tokenizer has the same tokens; true, with a note, where it has
     none."""
     try:
-        found = read_tokenizer(name)
+        of_teacher = read_tokenizer(name)
     except Exception:  # OSError, ValueError, TypeError and others, by its class
-        found = None
-    if found is None:
+        of_teacher = None
+    if of_teacher is None:
         rank_zero_only(print)(
             f"model.distillation.teacher {name!r} has no tokenizer that can be read: only the"
             " sizes of the vocabularies were compared"
         )
         return True
-    return found.get_vocab() == tokenizer.get_vocab()
+    return of_teacher.get_vocab() == tokenizer.get_vocab()

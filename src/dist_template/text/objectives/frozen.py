@@ -28,8 +28,11 @@ def add_frozen(module: Any, build: Callable[[], nn.Module]) -> None:
 def as_frozen(module: Any) -> Generator[None]:
     """Inside, a forward pass of `module` is the frozen model's, without dropout."""
     model, counts = module.model, module.balancer.counts_now
+    reference = module.reference
+    if reference is None:  # the network's base, without its adapters
+        reference = model
     module.balancer.counts_now = False
-    module.model = reference = model if module.reference is None else module.reference
+    module.model = reference
     training = reference.training
     reference.eval()
     try:

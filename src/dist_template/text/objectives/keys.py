@@ -104,9 +104,9 @@ class WithObjective(TrainingModule):
                 name = type(self.objective).__name__
                 yield f"model.objective {name} is chosen by {self.objective.key}: set that instead"
             yield from self.objective.refusals(setup)
-            why = "model.objective replaces it: set that to null"
+            reason = "model.objective replaces it: set that to null"
             keys = {field.name for field in fields(self.preference)}
-            yield from without_effect(KEY, self.preference, keys, why)
+            yield from without_effect(KEY, self.preference, keys, reason)
         if self.distillation is not None:
             yield from Distillation(self.distillation).refusals(setup)
         if self.mtp is not None:
@@ -118,8 +118,9 @@ class WithObjective(TrainingModule):
     def fixed_settings(self, data: Any) -> dict[str, object]:
         objective = self.objective_for(data)
         kind = type(objective)
-        found = super().fixed_settings(data) | objective.fixed_settings()
-        return found | {"model.objective": f"{kind.__module__}.{kind.__qualname__}"}
+        settings = super().fixed_settings(data) | objective.fixed_settings()
+        settings["model.objective"] = f"{kind.__module__}.{kind.__qualname__}"
+        return settings
 
 
 def kinds() -> list[type[Objective]]:

@@ -1,9 +1,12 @@
 """Multi-token prediction: modules beside the model predict later tokens than the next one
 (DeepSeek-V3, arXiv:2412.19437, 2.2).
 
-`text/model/mtp.py` has the modules. A batch gets the tokens that each is given (`look_ahead`); in
-the forward pass the output layer gets the modules' hidden states after the model's own, and the
-loss is that of both, with a weight.
+`text/model/mtp.py` has the modules. For each micro-batch:
+
+    1. the batch gets the tokens that each module is given, and its labels (`look_ahead`)
+    2. in the forward pass the output layer gets the modules' hidden states after the model's own
+    3. the loss is the model's own plus `weight` times the modules' mean
+    4. in evaluation, the modules' most probable tokens are compared with the model's (`accepted`)
 
 Shapes: B sequences, T tokens of a sequence, W width, D modules."""
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -85,7 +89,8 @@ class MultiToken(NextToken):
 
     def extend(self, module: Any, network: nn.Module, data: Any) -> nn.Module:
         network = add_modules(super().extend(module, network, data))
-        if pretrained := getattr(module, "pretrained", None):
+        pretrained = getattr(module, "pretrained", None)
+        if pretrained:
             read_modules(network, pretrained)
         return network
 
@@ -98,33 +103,46 @@ class MultiToken(NextToken):
 
         In evaluation also ACCEPTED, the tokens that the modules predict as the model itself does
         one step later, which speculative decoding would accept, and COMPARED."""
-        loss, given, labels = module.chunked_loss, [], [batch["labels"]]
         depth = _depth_of(module.model)
+        inputs: list[Tensor] = []
+        labels = [batch["labels"]]
         for k in range(1, depth + 1):
-            given.append(batch[f"{NAME}_input_ids_{k}"])
+            inputs.append(batch[f"{NAME}_input_ids_{k}"])
             labels.append(batch[f"{NAME}_labels_{k}"])
-        with _predicting(module.model, given):
-            if loss.applies_to(batch["labels"]):
+
+        in_chunks = module.chunked_loss.applies_to(batch["labels"])
+        with _predicting(module.model, inputs):
+            if in_chunks:
                 with without_head(module.model) as hidden_states:
-                    outputs, sums_of = hidden_states(module(batch)), loss
+                    outputs = hidden_states(module(batch))
             else:
-                outputs, sums_of = module(batch), module.sums
+                outputs = module(batch)
         parts = outputs.chunk(1 + depth)  # the model's own, and each module's
-        own, *later = (sums_of(*pair) for pair in zip(parts, labels, strict=True))
-        minimized = next(iter(own.values()))
-        predicted = torch.stack([next(iter(sums.values())) for sums in later]).mean()
+
+        sums_of = module.chunked_loss if in_chunks else partial(self.sums_at_once, module)
+        own = sums_of(parts[0], labels[0])
+        losses = []  # of the modules
+        for part, part_labels in zip(parts[1:], labels[1:], strict=True):
+            losses.append(_first_of(sums_of(part, part_labels)))
+        predicted = torch.stack(losses).mean()
         weight = value_now(module, KEY, self.config.weight)
-        found = {"objective": minimized + weight * predicted}
+        result = {"objective": _first_of(own) + weight * predicted}
         for name, value in own.items():
             if name != "objective":
-                found[name] = value.detach()
-        found["mtp_loss"] = predicted.detach()
+                result[name] = value.detach()
+        result["mtp_loss"] = predicted.detach()
+
         if not torch.is_grad_enabled():
-            tokens = [_greedy(loss, part) if sums_of is loss else part.argmax(-1) for part in parts]
-            group = module.trainer.strategy.sequence_group if UNSHARDED in batch else None
+            if in_chunks:
+                tokens = [_greedy(module.chunked_loss, part) for part in parts]
+            else:
+                tokens = [part.argmax(-1) for part in parts]
+            group = None
+            if UNSHARDED in batch:
+                group = module.trainer.strategy.sequence_group
             self.accepted = accepted(tokens, labels, group)
-            found[ACCEPTED], found[COMPARED] = self.accepted.sum((1, 2, 3))
-        return found
+            result[ACCEPTED], result[COMPARED] = self.accepted.sum((1, 2, 3))
+        return result
 
     def derive(self, module: Any, metrics: dict[str, float]) -> None:
         super().derive(module, metrics)
@@ -133,7 +151,8 @@ class MultiToken(NextToken):
 
     def summarize(self, means: dict[str, float]) -> None:
         super().summarize(means)
-        if compared := means.pop(COMPARED, 0.0):
+        compared = means.pop(COMPARED, 0.0)
+        if compared:
             means["mtp_acceptance"] = means.pop(ACCEPTED) / compared
 
     # ---- verbs -----------------------------------------------------------------------------------
@@ -154,14 +173,22 @@ class MultiToken(NextToken):
         return self.accepted.sum(1)
 
     def keys_without(self, config: Any) -> dict[str, object]:
-        return {} if getattr(config, "num_mtp_layers", 0) else {"mtp": None}
+        has_modules = getattr(config, "num_mtp_layers", 0)
+        return {} if has_modules else {"mtp": None}
 
 
-def _predicting(network: nn.Module, given: list[Tensor]) -> AbstractContextManager[object]:
+def _first_of(sums: Sums) -> Tensor:
+    """Returns what is minimized."""
+    return next(iter(sums.values()))
+
+
+def _predicting(network: nn.Module, inputs: list[Tensor]) -> AbstractContextManager[object]:
     """Inside, the network's output has the predictions of its modules after its own. The other
     stages of a pipeline have a module without parameters, and end before the output layer."""
     modules = network.get_submodule(NAME)
-    return modules.predicting(given) if isinstance(modules, Predictor) else nullcontext()
+    if isinstance(modules, Predictor):
+        return modules.predicting(inputs)
+    return nullcontext()
 
 
 def _depth_of(network: nn.Module) -> int:
@@ -173,14 +200,15 @@ def _depth_of(network: nn.Module) -> int:
 def look_ahead(batch: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
     """Returns the batch with the tokens (B, T) that each module is given, and its labels: none in
     another document."""
-    found = dict(batch)
-    tokens, labels, positions = (batch[name] for name in ("input_ids", "labels", "position_ids"))
+    extended = dict(batch)
+    tokens, labels, positions = batch["input_ids"], batch["labels"], batch["position_ids"]
     for k in range(1, depth + 1):
+        # positions count from each document's start
         is_inside = F.pad(positions[:, k:], (0, k), value=-1) == positions + k
         later = F.pad(labels[:, k:], (0, k), value=NOT_COUNTED)
-        found[f"{NAME}_input_ids_{k}"] = F.pad(tokens[:, k:], (0, k))
-        found[f"{NAME}_labels_{k}"] = later.masked_fill(~is_inside, NOT_COUNTED)
-    return found
+        extended[f"{NAME}_input_ids_{k}"] = F.pad(tokens[:, k:], (0, k))
+        extended[f"{NAME}_labels_{k}"] = later.masked_fill(~is_inside, NOT_COUNTED)
+    return extended
 
 
 def accepted(tokens: list[Tensor], labels: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:
@@ -192,27 +220,30 @@ def accepted(tokens: list[Tensor], labels: list[Tensor], group: dist.ProcessGrou
         labels: Likewise.
         group: The ranks that have T tokens each of longer sequences. None: sequences are on one
             rank."""
-    own, (num, start) = tokens[0].contiguous(), (tokens[0].shape[1], 0)
+    own = tokens[0].contiguous()  # as all_gather needs it
+    num, start = own.shape[1], 0
     if group is not None:
         of_ranks = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(of_ranks, own, group=group)
         own, start = torch.cat(of_ranks, dim=1), group.rank() * num
-    found = []
+    of_modules = []
     for k in range(1, len(tokens)):
         later = F.pad(own, (0, k))[:, start + k : start + k + num]
         counted = labels[k] != NOT_COUNTED
-        found.append(torch.stack([counted & (tokens[k] == later), counted]))
-    return torch.stack(found, dim=1)
+        is_accepted = counted & (tokens[k] == later)
+        of_modules.append(torch.stack([is_accepted, counted]))
+    return torch.stack(of_modules, dim=1)
 
 
 def _greedy(loss: ChunkedLoss, hidden: Tensor) -> Tensor:
     """Returns the most probable token (B, T) of each position."""
-    found: list[Tensor] = []
+    tokens: list[Tensor] = []  # of each chunk
 
     def keep(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        found.append(logits.argmax(-1))
+        tokens.append(logits.argmax(-1))
         return {"kept": logits.new_zeros(())}
 
+    no_labels = torch.zeros_like(hidden[..., 0], dtype=torch.int64)
     with replaced(loss, sums=keep, blend=None):
-        loss(hidden, torch.zeros_like(hidden[..., 0], dtype=torch.int64))
-    return torch.cat(found, dim=1).view(hidden.shape[:2])
+        loss(hidden, no_labels)
+    return torch.cat(tokens, dim=1).view(hidden.shape[:2])

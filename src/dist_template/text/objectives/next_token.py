@@ -1,12 +1,15 @@
 """The next token: each token is predicted from those before it, by cross-entropy.
 
-`TextModule.sums` has the loss of some tokens' logits, which a user's module overrides. An objective
-that changes the loss of a token overrides `blend`, and works under every strategy, because that is
-called wherever logits exist: of a micro-batch, of a chunk of it, in a pipeline's last stage.
+Where logits exist (of a micro-batch, of a chunk of it, in a pipeline's last stage), two functions
+are called, in this order:
+
+    TextModule.sums    the loss of some tokens' logits; a user's module overrides it
+    blend              what is minimized in its place; an objective overrides it
+
+An objective that changes the loss of a token overrides `blend`, and works under every strategy.
 
 Shapes: B sequences, T tokens of a sequence, V vocabulary."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -31,17 +34,16 @@ class NextToken(Objective):
         return sums
 
     def chunked_loss(self, module: Any) -> ChunkedLoss:
-        return ChunkedLoss(module.model, module.sums, module.loss_chunk, blend=self._own_blend())
+        return ChunkedLoss(module.model, module.sums, module.loss_chunk, blend=self.blend)
 
     def sums(self, module: Any, batch: Batch) -> Sums:
         labels = batch["labels"]
         if not module.chunked_loss.applies_to(labels):
-            logits = module(batch)
-            return self.blend(module.sums(logits, labels), logits, labels)
+            return self.sums_at_once(module, module(batch), labels)
         with without_head(module.model) as hidden_states:
             hidden = hidden_states(module(batch))
         return module.chunked_loss(hidden, labels)
 
-    def _own_blend(self) -> Callable[..., Sums] | None:
-        """Returns `blend`; None where nobody has overridden it."""
-        return None if type(self).blend is NextToken.blend else self.blend
+    def sums_at_once(self, module: Any, logits: Tensor, labels: Tensor) -> Sums:
+        """Returns what `chunked_loss` returns, of logits that are all in memory."""
+        return self.blend(module.sums(logits, labels), logits, labels)

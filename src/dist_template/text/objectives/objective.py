@@ -99,12 +99,12 @@ class Objective:
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         """Yields a sentence for each setting of a training that cannot work with it."""
-        found = source_kind(setup.data)
-        if found == self.learns_from:
+        kind = source_kind(setup.data)
+        if kind == self.learns_from:
             return
         if self.learns_from == "texts":
             yield (
-                f"{self.key} learns from texts or conversations, and data.source yields {found}:"
+                f"{self.key} learns from texts or conversations, and data.source yields {kind}:"
                 " remove one"
             )
         else:
@@ -114,12 +114,12 @@ class Objective:
     def fixed_settings(self) -> dict[str, object]:
         """Returns the settings that change the loss, which a resume compares: the arguments of
         `__init__` that are plain values."""
-        found: dict[str, object] = {}
+        settings: dict[str, object] = {}
         for name in signature(type(self)).parameters:
             value = getattr(self, name, None)
             if value is None or isinstance(value, str | int | float | list | tuple | dict):
-                found[f"{self.key}.{name}"] = value
-        return found
+                settings[f"{self.key}.{name}"] = value
+        return settings
 
     def rate_share(self, steps: float) -> float:
         """Returns which share of a fine-tuning's usual learning rate `model.optim.learning_rate`
@@ -221,8 +221,8 @@ class Objective:
 
 def objective_of(module: object) -> Objective | None:
     """Returns what a placed module learns; None: it is not a TextModule."""
-    found = getattr(module, "active_objective", None)
-    return found if isinstance(found, Objective) else None
+    objective = getattr(module, "active_objective", None)
+    return objective if isinstance(objective, Objective) else None
 
 
 def objective_for(module: object, data: object) -> Objective | None:
@@ -237,7 +237,9 @@ def source_kind(data: object) -> Source:
     source = getattr(data, "source", None)
     if getattr(source, "ratings", False):
         return "ratings"
-    return "pairs" if getattr(source, "pairs", False) else "texts"
+    if getattr(source, "pairs", False):
+        return "pairs"
+    return "texts"
 
 
 def perplexity(loss: float) -> float:

@@ -182,22 +182,24 @@ class Preference(Pairs):
     reads: ClassVar[frozenset[str]] = frozenset({"loss", "beta"})  # keys that the loss reads
 
     def __init__(self, config: PreferenceConfig) -> None:
-        self.config, self.beta = config, config.beta
+        self.config = config
+        self.beta = config.beta
 
     @property
     def label(self) -> str:
         return "data.source Preferences"
 
     def refusals(self, setup: Configured) -> Iterator[str]:
-        found = source_kind(setup.data)
-        if found == "texts":
-            why = "data.source yields no pairs: set Preferences there"
-            yield from without_effect(KEY, self.config, {"beta"}, why)
+        source = source_kind(setup.data)
+        if source == "texts":
+            reason = "data.source yields no pairs: set Preferences there"
+            yield from without_effect(KEY, self.config, {"beta"}, reason)
         for loss, keys in OWN_KEYS.items():
-            if found != "texts" and not keys <= self.reads:
-                why = f"{KEY}.loss is {self.config.loss}: set {loss}"
-                yield from without_effect(KEY, self.config, keys, why)
-        if (self.learns_from == "ratings") != (found == "ratings"):
+            if source != "texts" and not keys <= self.reads:
+                reason = f"{KEY}.loss is {self.config.loss}: set {loss}"
+                yield from without_effect(KEY, self.config, keys, reason)
+        needs_ratings = self.learns_from == "ratings"
+        if needs_ratings != (source == "ratings"):
             yield (
                 "model.preference.loss kto and data.source Ratings need each other: set both, or"
                 " neither"

@@ -36,7 +36,8 @@ class Kto(Preference):
     def values_of(self, module: Any, scores: Tensor, lengths: Tensor, batch: Batch) -> Sums:
         """The scores (P, 2) are of the answer, and of another one to its prompt. A margin is
         positive where the reward is on the right side of the distance."""
-        rewards, is_good = self.beta * scores, batch[PAIRS][:, 3] == 1
+        rewards = self.beta * scores
+        is_good = batch[PAIRS][:, 3] == 1
         if module.training:
             module.distance.add(rewards[:, 1])
         margin = torch.where(is_good, 1, -1) * (rewards[:, 0] - module.distance.value)

@@ -33,8 +33,8 @@ class Reward(Preference):
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         yield from super().refusals(setup)
-        why = "a reward model is compared with no reference: set another model.preference.loss"
-        yield from without_effect(KEY, self.config, {"beta"}, why)
+        reason = "a reward model is compared with no reference: set another model.preference.loss"
+        yield from without_effect(KEY, self.config, {"beta"}, reason)
         if source_kind(setup.data) == "texts":
             yield "model.preference.loss reward learns from pairs: set data.source Preferences"
 
