@@ -28,7 +28,7 @@ class Guard(NamedTuple):
 
 GUARDS = {
     "a strategy trains to the numbers of one process": Guard(
-        "return total, dist.all_reduce(total, async_op=True) if several else None",
+        "return total, dist.all_reduce(total, async_op=True)",
         "return total, None", "[deepseek_v3-fsdp2]"),
     "the order of samples depends on no rank": Guard(
         "yield self._entries(position + self.rank * self.micro_batch_size, self.micro_batch_size)",

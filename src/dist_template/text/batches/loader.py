@@ -1,6 +1,10 @@
 """The training loader: reads the micro-batches of an optimizer step together, and counts their
 labels.
 
+    StepLoader            rows of the data set, then `transform`, then pinned memory; the first
+                          batch of a step has the numbers of labels of this rank (Counted)
+    TokensPerMicroBatch   the sum over ranks, which is started one step before it is read
+
 Every strategy averages gradients over ranks and micro-batches. A sum of losses divided by the mean
 number of counted labels per rank and micro-batch therefore becomes the mean over all counted labels
 of the global batch. That number is one all-reduce of one value per optimizer step. The all-reduce
@@ -70,7 +74,9 @@ class StepLoader(DataLoader):
         counted, is_first = None, True
         for num_batches in self.accumulations():
             following = list(islice(batches, num_batches))
-            coming = (_labels_of(following), num_batches) if following else None
+            coming = None
+            if following:
+                coming = _labels_of(following), num_batches
             if counted:
                 yield step[0] | {COUNTED: Counted(counted, coming, is_first)}
                 yield from step[1:]
@@ -82,10 +88,12 @@ class StepLoader(DataLoader):
 
 def _pinned(batch: Batch) -> Batch:
     """Pins what `transform` has made: a copy from other memory waits for the device."""
-    return {
-        name: value.pin_memory() if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+    pinned = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            value = value.pin_memory()
+        pinned[name] = value
+    return pinned
 
 
 def _labels_of(step: list[Batch]) -> int:
@@ -117,9 +125,12 @@ class TokensPerMicroBatch:
         self._coming = None
         if counted.following is not None:
             self._coming = _sum_over_ranks(device, *counted.following)
-        if (num_batches := counted.step[1]) > 1:
+        _, num_batches = counted.step
+        if num_batches > 1:
             total = total / num_batches
-        return total if work is None else total.clamp(min=1)
+        if work is None:  # `_sum_over_ranks` has bounded it
+            return total
+        return total.clamp(min=1)
 
     def close(self) -> None:
         """Waits for a started sum: a process that exits during a collective may be aborted."""
@@ -132,6 +143,7 @@ def _sum_over_ranks(
     device: torch.device, counted: int, least: int
 ) -> tuple[Tensor, dist.Work | None]:
     """Starts the sum, alone at least `least`; Lightning's `reduce` waits at a barrier (2.6.6)."""
-    several = dist.is_initialized()
-    total = torch.full((), float(counted if several else max(counted, least)), device=device)
-    return total, dist.all_reduce(total, async_op=True) if several else None
+    if not dist.is_initialized():
+        return torch.full((), float(max(counted, least)), device=device), None
+    total = torch.full((), float(counted), device=device)
+    return total, dist.all_reduce(total, async_op=True)

@@ -61,8 +61,12 @@ class Rows(Dataset):
         else:
             positions = np.arange(inputs.size) - np.repeat(bounds[:-1], np.diff(bounds))
             positions = positions.reshape(inputs.shape)
-        batch = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
-        return {name: torch.from_numpy(values) for name, values in batch.items()} | {ROWS: rows}
+        arrays = {"input_ids": inputs, "labels": labels, "position_ids": positions, BOUNDS: bounds}
+        batch: dict[str, Any] = {}
+        for name, values in arrays.items():
+            batch[name] = torch.from_numpy(values)
+        batch[ROWS] = rows
+        return batch
 
     def work(self, rows: list[int]) -> np.ndarray:
         """Returns (rows,) the work for each row, in tokens. Attention's grows with the square of
@@ -97,11 +101,12 @@ class PackedRows(Rows):
     def __post_init__(self) -> None:
         super().__post_init__()
         parts = self.parts or {"": len(self.tokens)}
-        for name, num in parts.items():
-            is_row = num > self.seq_len
-            self.sizes[name] = -(-(num - 1) // self.seq_len) if is_row else 0
-        self._row_ends = [*accumulate(self.sizes.values())]
-        self._token_ends = [*accumulate(parts.values())]
+        for name, num_tokens in parts.items():
+            self.sizes[name] = 0
+            if num_tokens > self.seq_len:
+                self.sizes[name] = -(-(num_tokens - 1) // self.seq_len)
+        self._row_ends = list(accumulate(self.sizes.values()))
+        self._token_ends = list(accumulate(parts.values()))
 
     def read(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         window = np.empty((len(rows), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
@@ -193,7 +198,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 def packing_of(corpus: Corpus, split: str, seq_len: int, reads_ends: bool = False) -> Packing:
     """Returns the rows of a split whose documents are whole; `corpus` keeps them. `reads_ends`: see
     PairRows."""
-    if known := corpus.packings.get((split, seq_len, reads_ends)):
+    known = corpus.packings.get((split, seq_len, reads_ends))
+    if known is not None:
         return known
     starts, counted = corpus.starts(split), corpus.counted(split)
     needed = np.diff(starts) - 1 + reads_ends  # (documents,) positions
@@ -203,15 +209,17 @@ def packing_of(corpus: Corpus, split: str, seq_len: int, reads_ends: bool = Fals
         kept[document] = not corpus.is_pairs and counted[first : first + seq_len].any()
     numbers = np.flatnonzero(kept)
     lengths = np.minimum(needed, seq_len)[numbers]
-    rows: list[list[int]] = []
+    rows: list[list[int]] = []  # of indices in `numbers`
     sizes, end = {}, 0
     for name, part in corpus.parts(split).items():  # a row has documents of one source
-        low, high = np.searchsorted(numbers, [end, end + part["documents"]])
+        start, end = end, end + part["documents"]
+        low, high = np.searchsorted(numbers, [start, end]).tolist()
         packed = best_fit(lengths[low:high], seq_len)
-        rows += [[int(low) + item for item in row] for row in packed]
-        sizes[name], end = len(packed), end + part["documents"]
+        for row in packed:
+            rows.append([low + item for item in row])
+        sizes[name] = len(packed)
     num_dropped = int((is_cut & ~kept).sum())
-    corpus.packings[split, seq_len, reads_ends] = packing = Packing(
+    packing = Packing(
         documents=numbers[np.fromiter(chain.from_iterable(rows), dtype=np.int64)],
         rows=np.cumsum([0, *map(len, rows)]),
         share=float(lengths.sum() / max(1, len(rows) * seq_len)),
@@ -219,6 +227,7 @@ def packing_of(corpus: Corpus, split: str, seq_len: int, reads_ends: bool = Fals
         num_dropped=num_dropped,
         sizes=sizes,
     )
+    corpus.packings[split, seq_len, reads_ends] = packing
     return packing
 
 
@@ -237,7 +246,8 @@ class WholeRows(Rows):
     ) -> None:
         end = corpus.manifest["eos_token_id"]
         super().__init__(corpus.tokens(split), seq_len, end, cross_document_attention)
-        self.packing, self.reads_ends = packing_of(corpus, split, seq_len, reads_ends), reads_ends
+        self.packing = packing_of(corpus, split, seq_len, reads_ends)
+        self.reads_ends = reads_ends
         self.sizes = self.packing.sizes
         self.counted = np.asarray(corpus.counted(split))
         self.starts = corpus.starts(split)
@@ -253,9 +263,8 @@ class WholeRows(Rows):
                 inputs.flat[end : end + size] = tokens[:size]
                 if row >= 0:
                     counted = self.counted[start + 1 : start + size + 1]
-                    labels.flat[end : end + len(counted)] = np.where(
-                        counted, tokens[1:], NOT_COUNTED
-                    )
+                    following = np.where(counted, tokens[1:], NOT_COUNTED)
+                    labels.flat[end : end + len(following)] = following
                 end += size
                 bounds.append(end)
             row_end = (index + 1) * self.seq_len
@@ -265,7 +274,8 @@ class WholeRows(Rows):
 
     def lengths(self, row: int) -> np.ndarray:
         lengths = [size for _, size in self.documents_of(row)]
-        return np.array([*lengths, self.seq_len - sum(lengths)])
+        lengths.append(self.seq_len - sum(lengths))
+        return np.array(lengths)
 
     def numbers_of(self, row: int) -> np.ndarray:
         """Returns the numbers of a row's documents in their split."""
@@ -301,12 +311,14 @@ class PairRows(WholeRows):
         for index, row in enumerate(rows):
             if row < 0:
                 continue
-            at = index * self.seq_len
+            start = index * self.seq_len
             sizes = [size for _, size in self.documents_of(row)]
             found_good = self.counted[self.starts[self.numbers_of(row)]]
             for chosen, rejected, good in zip(sizes[::2], sizes[1::2], found_good, strict=True):
-                pairs.append((at, at + chosen, at + chosen + rejected, int(good)))
-                at += chosen + rejected
+                middle = start + chosen
+                end = middle + rejected
+                pairs.append((start, middle, end, int(good)))
+                start = end
         batch[PAIRS] = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 4)
         return batch
 
@@ -315,11 +327,9 @@ class PairRows(WholeRows):
         for pair in self.numbers_of(row):
             start, end = self.starts[pair].item(), self.starts[pair + 1].item()
             middle = start + second_start(self.counted[start:end])
-            sizes = middle - start, end - middle
-            sequences += [
-                (start, sizes[0] - 1 + self.reads_ends),
-                (middle, sizes[1] - 1 + self.reads_ends),
-            ]
+            unread = 0 if self.reads_ends else 1  # the last token is a label alone
+            sequences.append((start, middle - start - unread))
+            sequences.append((middle, end - middle - unread))
         return sequences
 
 

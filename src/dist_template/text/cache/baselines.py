@@ -37,7 +37,8 @@ def weighted(sources: Iterable[tuple[Baselines, float, int]]) -> Baselines:
     for figures, share, tokens in sources:
         num_read += share
         # A sample has a fixed number of tokens, and not all of them are labels.
-        if labels := share * figures["labels"] / max(1, tokens):
+        labels = share * figures["labels"] / max(1, tokens)
+        if labels:
             shares.append((figures, labels))
     total = sum(labels for _, labels in shares)
     if not total:

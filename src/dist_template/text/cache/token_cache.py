@@ -64,12 +64,12 @@ class Recipe:
     test_share: float
 
     def spec(self) -> dict[str, object]:
-        shares = {"validation_share": self.validation_share, "test_share": self.test_share}
         return {
             "format": FORMAT,
             "source": self.source.spec(),
             "tokenizer": self.tokenizer.spec(),
-            **shares,
+            "validation_share": self.validation_share,
+            "test_share": self.test_share,
         }
 
     def folder(self, cache_dir: str) -> Path:
@@ -78,14 +78,16 @@ class Recipe:
         return Path(cache_dir, f"{type(self.source).__name__}-{digest}")
 
     def files(self) -> list[Path]:
-        return [*self.source.files(), *self.tokenizer.files()]
+        return self.source.files() + self.tokenizer.files()
 
     def split_of(self, text: str) -> str:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         bucket = int.from_bytes(digest) / 2**64  # in [0, 1)
         if bucket < self.test_share:
             return "test"
-        return "validation" if bucket < self.test_share + self.validation_share else "train"
+        if bucket < self.test_share + self.validation_share:
+            return "validation"
+        return "train"
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,12 @@ class Corpus:
         """Returns what predictors without a model reach on the train split, of a mixture by its
         weights of samples; {} for pairs, and for caches of earlier versions."""
         known: dict[str, Baselines] = self.manifest.get("baselines") or {}
+        if weights is None:
+            weights = {}
         sources = []
         for name, counts in self.parts("train").items():
             if name in known:
-                share = (weights or {}).get(name, counts["tokens"])
+                share = weights.get(name, counts["tokens"])
                 sources.append((known[name], share, counts["tokens"]))
         return weighted(sources)
 
@@ -160,17 +164,25 @@ class Corpus:
         """Returns a description of the tokens, by which a resumed run recognises them."""
         content = [self.manifest["splits"], self.manifest.get("parts")]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-        bos = ", BOS first (add_bos_token)" if self.start_ids else ""  # at most 80 characters
-        return f"{self.num_tokens('train'):,} tokens with SHA-256 {digest}{bos}"
+        line = f"{self.num_tokens('train'):,} tokens with SHA-256 {digest}"
+        if self.start_ids:
+            line += ", BOS first (add_bos_token)"
+        return line  # of at most 80 characters
 
     def describe(self) -> str:
         line = "  {:<10} {documents:>9,} documents {bytes:>15,} bytes {tokens:>15,} tokens"
-        parts = [(f"  {name}", held) for name, held in self.parts("train").items() if name]
-        known = [*self.manifest["splits"].items(), *parts]
-        lines = [line.format(name, **held) for name, held in known]
-        for name, notes in self.manifest.get("notes", {}).items():  # older caches have none
-            lines += [f"  {name}:"] * bool(name) + describe(notes)
-        return "\n".join([*lines, *self._notes()])
+        lines = []
+        for split, counts in self.manifest["splits"].items():
+            lines.append(line.format(split, **counts))
+        for source, counts in self.parts("train").items():
+            if source:  # one of a mixture
+                lines.append(line.format(f"  {source}", **counts))
+        for source, notes in self.manifest.get("notes", {}).items():  # older caches have none
+            if source:
+                lines.append(f"  {source}:")
+            lines += describe(notes)
+        lines += self._notes()
+        return "\n".join(lines)
 
     def _ends(self) -> str:
         """Returns what a plain text starts and ends with. Only the tokenizer knows it of a cache of
@@ -178,7 +190,8 @@ class Corpus:
         if "start_ids" in self.manifest:
             start = " ".join(self.manifest["start_tokens"]) or "no BOS"
             return f"each text starts with {start} and ends with {self.manifest['eos_token']}"
-        end, added = self.tokenizer.eos_token, added_tokens(self.tokenizer)[0]
+        end = self.tokenizer.eos_token
+        added, _ = added_tokens(self.tokenizer)
         if not added:
             return f"each text starts with no BOS and ends with {end}"
         names = " ".join(self.tokenizer.convert_ids_to_tokens(added))
@@ -191,15 +204,11 @@ class Corpus:
         """Yields what a plain text starts and ends with, and what was done to texts."""
         if not self.is_whole("train"):
             yield f"  {self._ends()}"
-        done = {
-            "empty": "empty texts, skipped: {:,}",
-            "halves": "texts with half of a surrogate pair, written as ?: {:,}",
-        }
-        yield from (
-            f"  {words.format(number)}"
-            for what, words in done.items()
-            if (number := self.manifest.get("texts", {}).get(what))
-        )
+        texts = self.manifest.get("texts", {})  # older caches have none
+        if texts.get("empty"):
+            yield f"  empty texts, skipped: {texts['empty']:,}"
+        if texts.get("halves"):
+            yield f"  texts with half of a surrogate pair, written as ?: {texts['halves']:,}"
 
 
 def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Corpus:
@@ -218,24 +227,27 @@ def open_cache(recipe: Recipe, cache_dir: str, check_source: bool = True) -> Cor
         damage = f"{type(error).__name__}: {error}"
     if damage:
         raise CacheError(f"the token cache {folder} is damaged ({damage}): run `prepare` again")
-    if check_source and (change := _first_change(manifest["files"], files)):
-        raise CacheError(f"the token cache {folder} is stale ({change}): run `prepare` again")
+    if check_source:
+        change = _first_change(manifest["files"], files)
+        if change:
+            raise CacheError(f"the token cache {folder} is stale ({change}): run `prepare` again")
     return Corpus(folder, manifest)
 
 
 def _first_damage(folder: Path, manifest: dict[str, Any]) -> str | None:
     """Returns what is wrong with the files that the manifest lists."""
-    expected = {
-        folder / "tokenizer" / name: digest for name, digest in manifest["tokenizer"].items()
-    }
+    expected = {}
+    for name, digest in manifest["tokenizer"].items():
+        expected[folder / "tokenizer" / name] = digest
+    item_bytes = np.dtype(manifest["dtype"]).itemsize
     for split in SPLITS:
-        held = manifest["splits"][split]
-        size, path = held["tokens"] * np.dtype(manifest["dtype"]).itemsize, folder / f"{split}.bin"
+        entry = manifest["splits"][split]
+        path, size = folder / f"{split}.bin", entry["tokens"] * item_bytes
         if path.stat().st_size != size:
             return f"{path.name} has {path.stat().st_size} bytes, not {size}"
         for kind, key in CHECKSUMS.items():
-            if key in held:  # plain text has only the first
-                expected[folder / f"{split}.{kind}"] = held[key]
+            if key in entry:  # plain text has only the first
+                expected[folder / f"{split}.{kind}"] = entry[key]
     for path, digest in expected.items():
         if path.stat().st_size <= FULL_CHECK_BYTES and sha256(path) != digest:
             return f"{path.name} has another checksum"
@@ -244,12 +256,15 @@ def _first_damage(folder: Path, manifest: dict[str, Any]) -> str | None:
 
 def _first_change(recorded: list[dict[str, Any]], files: list[Path]) -> str | None:
     """Returns the first difference; a file with another time and the same content is unchanged."""
-    if differing := {record["path"] for record in recorded} ^ {*map(str, files)}:
+    differing = {record["path"] for record in recorded} ^ set(map(str, files))
+    if differing:
         return f"{min(differing)} came or went"
     for record, path in zip(recorded, files, strict=True):
-        held = path.stat()
-        touched = held.st_mtime_ns != record["mtime_ns"]
-        if held.st_size != record["size"] or (touched and sha256(path) != record["sha256"]):
+        status = path.stat()
+        if status.st_size != record["size"]:
+            return f"{path} has changed"
+        # reading it takes longer than looking at its time
+        if status.st_mtime_ns != record["mtime_ns"] and sha256(path) != record["sha256"]:
             return f"{path} has changed"
     return None
 
@@ -271,16 +286,16 @@ def read_documents(recipe: Recipe, corpus: Corpus, split: str) -> Documents:
         end = corpus.manifest["eos_token_id"]
         more = corpus.start_ids.count(end)  # it may be BOS too (OPT)
         ends = np.flatnonzero(corpus.tokens(split) == end)[more :: more + 1] + 1
-    found = Documents([], [], [], ends)
+    documents = Documents([], [], [], ends)
     for part, source in recipe.source.parts().items():
         for name, text in texts_of(source):
             if recipe.split_of(text) == split:
-                found.names.append(name)
-                found.sources.append(part)
-                found.texts.append(text)
-    if len(found.texts) != len(ends):
+                documents.names.append(name)
+                documents.sources.append(part)
+                documents.texts.append(text)
+    if len(documents.texts) != len(ends):
         raise InputError(f"data.source has changed since {corpus.folder}: run `prepare` again")
-    return found
+    return documents
 
 
 def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -> Corpus:
@@ -297,8 +312,10 @@ def build_cache(recipe: Recipe, cache_dir: str, report: Callable[[str], None]) -
             temporary.rename(folder)
         except Exception as error:
             if is_disk_full(error):
-                what = f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept"
-                raise InputError(f"{what}: free space or name another folder") from error
+                raise InputError(
+                    f"the disk of data.cache_dir {cache_dir!r} is full and nothing was kept: free"
+                    " space or name another folder"
+                ) from error
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -324,20 +341,16 @@ def _lock(folder: Path) -> TextIO:
 
 def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
     """Writes the files of a cache; returns its manifest."""
-    files = []  # before they are read: a later change makes the cache stale
-    for path in recipe.files():
-        held = path.stat()
-        known = {"path": str(path), "size": held.st_size, "mtime_ns": held.st_mtime_ns}
-        files.append(known | {"sha256": sha256(path)})
-    texts = (text for _, text in texts_of(recipe.source) if recipe.split_of(text) == "train")
-    tokenizer = recipe.source.prepare_tokenizer(recipe.tokenizer.fit(texts))
+    # fingerprints before they are read: a later change makes the cache stale
+    files = [_fingerprint(path) for path in recipe.files()]
+    tokenizer = recipe.source.prepare_tokenizer(recipe.tokenizer.fit(_training_texts(recipe)))
     tokenizer.save_pretrained(folder / "tokenizer")
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
     sources, whole = recipe.source.parts(), recipe.source.whole
-    writers = {
-        split: _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole)
-        for split in SPLITS
-    }
+    writers: dict[str, _SplitWriter] = {}
+    for split in SPLITS:
+        writers[split] = _SplitWriter(folder / split, len(tokenizer), dtype, sources, whole)
+
     done = Counter[str]()  # to texts, which prepare reports
     started = reported = time.monotonic()
     for part, source in sources.items():
@@ -350,10 +363,14 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
                 writer.write(part, added[split])
             now = time.monotonic()
             if now - reported > REPORT_S:
-                reported, tokens = now, sum(writer.num_tokens for writer in writers.values())
+                reported = now
+                tokens = sum(writer.num_tokens for writer in writers.values())
                 report(f"  {tokens:,} tokens, {tokens / (now - started):,.0f} per second")
     splits = {split: writer.finish() for split, writer in writers.items()}
-    start_ids = [] if whole else added_tokens(tokenizer)[0]
+
+    start_ids: list[int] = []
+    if not whole:
+        start_ids, _ = added_tokens(tokenizer)
     manifest = {
         "spec": recipe.spec(),
         "dtype": dtype.name,
@@ -377,29 +394,55 @@ def _write(recipe: Recipe, folder: Path, report: Callable[[str], None]) -> dict[
         }
     if not recipe.source.pairs:  # whose loss is of no single token
         manifest["baselines"] = _baselines(Corpus(folder, manifest), writers["train"].labels)
-    if (num_bytes := splits["validation"]["bytes"]) and not whole:
-        # where only some labels count, a loss per byte has no meaning
-        # All tokens are labels; of a model of token frequencies alone.
-        trained, held_out = (
-            np.sum([*writers[split].labels.values()], axis=0) for split in ("train", "validation")
-        )
-        bits = -(held_out * np.log2((trained + 1) / (trained + 1).sum())).sum()
+    num_bytes = splits["validation"]["bytes"]
+    if num_bytes and not whole:  # where only some labels count, a loss per byte has no meaning
+        bits = _unigram_bits(writers["train"].label_counts, writers["validation"].label_counts)
         manifest["unigram_bits_per_byte"] = float(bits / num_bytes)
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1, default=str), "utf-8")
     return manifest
 
 
+def _fingerprint(path: Path) -> dict[str, Any]:
+    status = path.stat()
+    return {
+        "path": str(path),
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "sha256": sha256(path),
+    }
+
+
+def _training_texts(recipe: Recipe) -> Iterator[str]:
+    for _, text in texts_of(recipe.source):
+        if recipe.split_of(text) == "train":
+            yield text
+
+
+def _unigram_bits(trained: np.ndarray, held_out: np.ndarray) -> float:
+    """Returns the bits of labels by a model that knows how often each token is one in training.
+
+    Args:
+        trained: (V,) How often each token is a label there. Each is counted once more, so that
+            none has the probability 0 (Laplace).
+        held_out: (V,) The same of the labels."""
+    probabilities = (trained + 1) / (trained + 1).sum()
+    return -(held_out * np.log2(probabilities)).sum()
+
+
 def _baselines(corpus: Corpus, labels: dict[str, np.ndarray]) -> dict[str, Baselines]:
     """Returns the figures of each source, with its numbers of each token as a label."""
-    tokens, found, end = corpus.tokens("train"), {}, 0
-    counted = corpus.counted("train") if corpus.is_whole("train") else None
-    for part, held in corpus.parts("train").items():
-        start, end = end, end + held["tokens"]
-        found[part] = unigram(labels[part])
-        if found[part]["labels"]:
+    tokens, counted = corpus.tokens("train"), None
+    if corpus.is_whole("train"):
+        counted = corpus.counted("train")
+    baselines: dict[str, Baselines] = {}
+    end = 0
+    for part, counts in corpus.parts("train").items():
+        start, end = end, end + counts["tokens"]
+        baselines[part] = unigram(labels[part])
+        if baselines[part]["labels"]:
             mask = None if counted is None else counted[start:end]
-            found[part]["compressed_loss"] = compressed(tokens[start:end], mask)
-    return found
+            baselines[part]["compressed_loss"] = compressed(tokens[start:end], mask)
+    return baselines
 
 
 class _SplitWriter:
@@ -413,8 +456,9 @@ class _SplitWriter:
         self.labels = {part: np.zeros(vocab_size, dtype=np.int64) for part in self.parts}
         self._path, self._dtype, self._whole = path, dtype, whole
         self._lengths = [0]  # of whole documents
-        self._sha256 = {kind: hashlib.sha256() for kind in (CHECKSUMS if whole else ("bin",))}
-        for kind in self._sha256:
+        kinds = tuple(CHECKSUMS) if whole else ("bin",)
+        self._sha256 = {kind: hashlib.sha256() for kind in kinds}
+        for kind in kinds:
             path.with_suffix(f".{kind}").touch()  # a split may have no document
 
     def write(self, part: str, added: list[Added]) -> None:
@@ -425,12 +469,16 @@ class _SplitWriter:
             counts["documents"] += 1
             counts["bytes"] += len(text.encode())
             counts["tokens"] += len(ids)
-            masks.append(np.ones(len(ids), dtype=bool) if counted is None else counted)
-            # Plain text is one stream; the first token of a whole document is no label.
-            labels.append(ids[1:][masks[-1][1:]] if self._whole else ids)
+            if counted is None:
+                counted = np.ones(len(ids), dtype=bool)
+            masks.append(counted)
+            if self._whole:  # its first token is no label
+                labels.append(ids[1:][counted[1:]])
+            else:  # one stream
+                labels.append(ids)
+        label_counts = self.labels[part]
+        label_counts += np.bincount(np.concatenate(labels), minlength=len(label_counts))
         ids = np.concatenate([document.ids for _, document in added])
-        seen = self.labels[part]
-        seen += np.bincount(np.concatenate(labels), minlength=len(seen))
         self._append("bin", ids.astype(self._dtype))
         if self._whole:
             self._lengths += map(len, masks)
@@ -440,13 +488,18 @@ class _SplitWriter:
     def num_tokens(self) -> int:
         return sum(counts["tokens"] for counts in self.parts.values())
 
+    @property
+    def label_counts(self) -> np.ndarray:
+        """How often each token is a label, of all sources."""
+        return np.sum(list(self.labels.values()), axis=0)
+
     def finish(self) -> dict[str, Any]:
         """Returns the split's entry in the manifest, when its files are on the disk."""
         if self._whole:
             self._append("starts", np.cumsum(self._lengths, dtype=np.int64))
-        entry: dict[str, Any] = {
-            key: sum(counts[key] for counts in self.parts.values()) for key in COUNTS
-        }
+        entry: dict[str, Any] = {}
+        for key in COUNTS:
+            entry[key] = sum(counts[key] for counts in self.parts.values())
         for kind, hashed in self._sha256.items():
             with self._path.with_suffix(f".{kind}").open("rb") as file:
                 os.fsync(file.fileno())
