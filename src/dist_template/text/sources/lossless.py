@@ -101,7 +101,7 @@ class Completeness:
             self._known[key] = self._best(*skeleton, pieces, trained)
         form, lost = self._known[key]
         if lost:
-            raise _lost(pieces[lost[0]])
+            raise _lost(pieces[lost[0]])  # the first
         return Fitted(*in_form(messages, tools, form), pieces)
 
     def _best(
@@ -113,24 +113,27 @@ class Completeness:
     ) -> tuple[Form, list[int]]:
         """Returns the first form in which nothing is lost, or else the first that is rendered, and
         the numbers of the pieces that are lost then."""
-        found: list[tuple[Form, list[int]]] = []
+        best: tuple[Form, list[int]] | None = None
         for form in forms_of(messages, tools):
             try:
                 text = self.render(*in_form(messages, tools, form))
             except Exception:  # a template raises errors of Jinja and of Python
                 continue
-            lost = [
-                number
-                for number, piece in enumerate(pieces)
-                if _is_needed(piece, trained) and piece.mark and not _is_written(piece, text)
-            ]
+            lost = []
+            for number, piece in enumerate(pieces):
+                has_to_be = piece.mark and _is_needed(piece, trained)
+                if has_to_be and not _is_written(piece, text):
+                    lost.append(number)
+            # some templates write a content that is missing as Python's None
             if form.empties_are_missing and not lost and "None" in text:
                 continue
-            found.append((form, lost))
             if not lost:
-                break
-        # where no form can be rendered, the template's own error is raised by the conversation
-        return min(found, key=lambda each: len(each[1]), default=(Form(), []))
+                return form, []
+            if best is None or len(lost) < len(best[1]):
+                best = form, lost
+        if best is None:  # the template's own error is raised when the conversation is rendered
+            return Form(), []
+        return best
 
 
 def check_text(
@@ -143,7 +146,8 @@ def check_text(
             continue
         if piece.text.strip() in text:
             continue
-        plain = plain or plain_of(text)
+        if not plain:  # it takes time, and most pieces do not need it
+            plain = plain_of(text)
         if plain_of(piece.text) not in plain:
             raise _lost(piece)
 
@@ -181,7 +185,9 @@ def _is_written(piece: Piece, text: str) -> bool:
 def text_in(message: Message) -> str:
     """Returns the text of a message's content, which may be in parts."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content)
 
 
 # ---- pieces --------------------------------------------------------------------------------------
@@ -206,34 +212,33 @@ class _Marks:
         """Returns an id of the same length, the same for the same id."""
         if not isinstance(value, str):
             return value
-        return self._ids.setdefault(value, str(len(self._ids)).zfill(len(value))[-len(value) :])
+        if value not in self._ids:
+            number = str(len(self._ids)).zfill(len(value))
+            self._ids[value] = number[-len(value) :]
+        return self._ids[value]
 
     def arguments(self, value: Any, call: str, number: int, kind: str = NAME) -> Any:
         """Returns the arguments of a call with marks in place of names, texts and numbers."""
+        where = f"of the call {call} in message {number + 1}"
         if isinstance(value, dict):
-            found = {}
-            for key, each in value.items():
-                what = f"the argument {key} of the call {call} in message {number + 1}"
-                mark = self.add(str(key), kind, what, number)
-                found[mark] = self.arguments(each, call, number, "a key in an argument")
-            return found
+            marked = {}
+            for key, inner in value.items():
+                mark = self.add(str(key), kind, f"the argument {key} {where}", number)
+                marked[mark] = self.arguments(inner, call, number, "a key in an argument")
+            return marked
         if isinstance(value, list):
-            return [self.arguments(each, call, number, "a key in an argument") for each in value]
-        what = f"an argument's value {str(value)[:40]!r} of the call {call} in message {number + 1}"
+            return [self.arguments(inner, call, number, "a key in an argument") for inner in value]
+        kind, what = "an argument's value", f"an argument's value {str(value)[:40]!r} {where}"
         if isinstance(value, str):
-            return self.add(value, "an argument's value", what, number)
+            return self.add(value, kind, what, number)
         if isinstance(value, bool) or value is None:
             return value
-        # a number stays one, as a template may check its type
-        stand_in = 7_300_000 + len(self.pieces) + (0.5 if isinstance(value, float) else 0)
-        self.pieces.append(
-            Piece(str(stand_in), _number(value), "an argument's value", what, number)
-        )
+        # a number stays one, of its type, which a template may check
+        stand_in: float = 7_300_000 + len(self.pieces)
+        if isinstance(value, float):
+            stand_in += 0.5
+        self.pieces.append(Piece(str(stand_in), json.dumps(value), kind, what, number))
         return stand_in
-
-
-def _number(value: float) -> str:
-    return json.dumps(value)
 
 
 def _skeleton(
@@ -242,26 +247,32 @@ def _skeleton(
     """Returns a conversation with a mark in place of each piece, and the pieces."""
     marks = _Marks()
     turns = [_marked(marks, message, number) for number, message in enumerate(messages)]
-    return (turns, [_marked_tool(marks, tool) for tool in tools] if tools else tools), marks.pieces
+    if tools:  # [] and null stay what they are
+        tools = [_marked_tool(marks, tool) for tool in tools]
+    return (turns, tools), marks.pieces
 
 
 def _marked(marks: _Marks, message: Message, number: int) -> Message:
-    role, found = message["role"], dict[str, Any]()
+    marked: Message = {}
     for key, value in message.items():
         if key == "content":
-            found[key] = _marked_content(marks, message, number)
+            marked[key] = _marked_content(marks, message, number)
         elif key in REASONING and isinstance(value, str):
-            what = f"the reasoning of message {number + 1}, which is trained on"
-            found[key] = marks.add(value, "reasoning", what, number, is_reasoning=True)
+            marked[key] = _marked_reasoning(marks, value, number)
         elif key == "tool_calls":
-            found[key] = [_marked_call(marks, call, number) for call in value]
+            marked[key] = [_marked_call(marks, call, number) for call in value]
         elif key in ("tool_call_id", "id"):
-            found[key] = marks.id_of(value)
-        elif key == "name" and role == "tool":
-            found[key] = "zqname"
+            marked[key] = marks.id_of(value)
+        elif key == "name" and message["role"] == "tool":  # the call has it too
+            marked[key] = "zqname"
         else:
-            found[key] = value
-    return found
+            marked[key] = value
+    return marked
+
+
+def _marked_reasoning(marks: _Marks, text: str, number: int) -> str:
+    what = f"the reasoning of message {number + 1}, which is trained on"
+    return marks.add(text, "reasoning", what, number, is_reasoning=True)
 
 
 def _marked_content(marks: _Marks, message: Message, number: int) -> Any:
@@ -270,26 +281,31 @@ def _marked_content(marks: _Marks, message: Message, number: int) -> Any:
         return text
     kind = f"the text of a turn of {role}"
     what = f"the text of message {number + 1} ({role})"
-    thought = THOUGHT.match(text) if role == "assistant" else None
-    if not thought:
-        start, inner, end = found.groups() if (found := TAGGED.match(text)) else ("", text, "")
+    thought = None
+    if role == "assistant":
+        thought = THOUGHT.match(text)
+    if thought:
+        start, reasoning, end, answer = thought.groups()
+        start += _marked_reasoning(marks, reasoning, number) + end
+        return start + marks.add(answer, kind, what, number)
+    tagged = TAGGED.match(text)
+    if tagged:
+        start, inner, end = tagged.groups()
         return start + marks.add(inner, kind, what, number) + end
-    start, inner, end, answer = thought.groups()
-    reasoning = f"the reasoning of message {number + 1}, which is trained on"
-    inner = marks.add(inner, "reasoning", reasoning, number, is_reasoning=True)
-    return start + inner + end + marks.add(answer, kind, what, number)
+    return marks.add(text, kind, what, number)
 
 
 def _marked_call(marks: _Marks, call: dict[str, Any], number: int) -> dict[str, Any]:
     function = call["function"]
     name = function["name"]
     what = f"the call {name} in message {number + 1}"
-    inner = function | {"name": marks.add(name, "a tool call", what, number)}
+    inner = dict(function)
+    inner["name"] = marks.add(name, "a tool call", what, number)
     inner["arguments"] = marks.arguments(function["arguments"], name, number)
-    return {
-        key: inner if key == "function" else marks.id_of(value) if key == "id" else value
-        for key, value in call.items()
-    }
+    marked = call | {"function": inner}
+    if "id" in call:
+        marked["id"] = marks.id_of(call["id"])
+    return marked
 
 
 def _marked_tool(marks: _Marks, tool: dict[str, Any]) -> dict[str, Any]:
@@ -297,24 +313,34 @@ def _marked_tool(marks: _Marks, tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if isinstance(function, dict):
         return tool | {"function": _marked_tool(marks, function)}
-    if not isinstance(name := tool.get("name"), str):
+    name = tool.get("name")
+    if not isinstance(name, str):
         return tool
-    found = tool | {"name": marks.add(name, "a tool", f"the tool {name}")}
+    marked = tool | {"name": marks.add(name, "a tool", f"the tool {name}")}
     schema = tool.get("parameters")
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if isinstance(schema, dict) and isinstance(properties, dict):
-        names = {
-            key: marks.add(key, "a tool's parameter", f"the parameter {key} of the tool {name}")
-            for key in properties
-        }
-        found["parameters"] = schema | {
-            "properties": {names[key]: value for key, value in properties.items()}
-        }
-        if isinstance(required := schema.get("required"), list):
-            found["parameters"]["required"] = [
-                names.get(key, key) if isinstance(key, str) else key for key in required
-            ]
-    return found
+    if isinstance(schema, dict):
+        marked["parameters"] = _marked_schema(marks, schema, name)
+    return marked
+
+
+def _marked_schema(marks: _Marks, schema: dict[str, Any], tool: str) -> dict[str, Any]:
+    """Returns the JSON schema of a tool's parameters with marks in place of their names."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return schema
+    names: dict[object, str] = {}
+    for key in properties:
+        what = f"the parameter {key} of the tool {tool}"
+        names[key] = marks.add(key, "a tool's parameter", what)
+    marked = dict(schema)
+    marked["properties"] = {names[key]: value for key, value in properties.items()}
+    required = schema.get("required")
+    if isinstance(required, list):
+        marked["required"] = []
+        for key in required:
+            is_known = isinstance(key, str) and key in names
+            marked["required"].append(names[key] if is_known else key)
+    return marked
 
 
 # ---- forms ---------------------------------------------------------------------------------------
@@ -322,25 +348,27 @@ def _marked_tool(marks: _Marks, tool: dict[str, Any]) -> dict[str, Any]:
 
 def forms_of(messages: list[Message], tools: Tools | None) -> Iterator[Form]:
     """Yields the forms of a conversation that differ, with the fewest changes first."""
-    has_calls = any(message.get("tool_calls") for message in messages)
-    has_empty = any(
-        message.get("tool_calls") and not message.get("content") for message in messages
-    )
+    calling = [message for message in messages if message.get("tool_calls")]
+    has_empty = any(not message.get("content") for message in calling)
     has_flat = any("function" not in tool for tool in tools or ())
     has_developer = any(message["role"] == "developer" for message in messages)
     reasons = any(message.get(key) for message in messages for key in REASONING)
-    choices: list[tuple[Any, ...]] = [
-        (False, True)[: 1 + has_calls],
-        (False, True)[: 1 + has_flat],
-        (False, True)[: 1 + has_empty],
-        ("", "system")[: 1 + has_developer],
-        ("", "reasoning")[: 1 + reasons],
-        (False, True),
-        (False, True)[: 1 + (not tools)],
+
+    unchanged, either = (False,), (False, True)
+    choices: list[tuple[Any, ...]] = [  # in the order of Form's fields
+        either if calling else unchanged,
+        either if has_flat else unchanged,
+        either if has_empty else unchanged,
+        ("", "system") if has_developer else ("",),
+        ("", "reasoning") if reasons else ("",),
+        either,
+        unchanged if tools else either,
     ]
-    found = [(sum(map(bool, each)), Form(*each)) for each in itertools.product(*choices)]
-    for changes in range(MOST_CHANGES + 1):
-        yield from (form for number, form in found if number == changes)
+    forms = [Form(*values) for values in itertools.product(*choices)]
+    for num_changes in range(MOST_CHANGES + 1):
+        for form in forms:
+            if sum(map(bool, form)) == num_changes:
+                yield form
 
 
 def in_form(
@@ -351,11 +379,14 @@ def in_form(
         return messages, tools
     turns = [_message_in_form(message, form) for message in messages]
     if form.wraps_tools and tools:
-        tools = [
-            tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-        ]
-    if form.lists_tools:
-        tools = tools or []
+        wrapped = []
+        for tool in tools:
+            if "function" not in tool:
+                tool = {"type": "function", "function": tool}
+            wrapped.append(tool)
+        tools = wrapped
+    if form.lists_tools and tools is None:
+        tools = []
     return turns, tools
 
 
@@ -363,20 +394,22 @@ def _message_in_form(message: Message, form: Form) -> Message:
     message = dict(message)
     if form.developer and message["role"] == "developer":
         message["role"] = form.developer
-    if form.reasoning and (reasoning := next(filter(None, map(message.get, REASONING)), None)):
-        message[form.reasoning] = reasoning
-    if form.has_parts and isinstance(text := message.get("content"), str):
+    if form.reasoning:
+        for key in REASONING:
+            if message.get(key):
+                message[form.reasoning] = message[key]
+                break
+    text = message.get("content")
+    if form.has_parts and isinstance(text, str):
         message["content"] = [{"type": "text", "text": text}] if text else []
     calls = message.get("tool_calls")
     if calls and form.empties_are_missing and not message.get("content"):
         message.pop("content", None)
     if calls and form.arguments_are_text:
-        message["tool_calls"] = [
-            call
-            | {
-                "function": call["function"]
-                | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
-            }
-            for call in calls
-        ]
+        message["tool_calls"] = [_with_arguments_as_text(call) for call in calls]
     return message
+
+
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": arguments}}

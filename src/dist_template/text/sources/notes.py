@@ -1,4 +1,7 @@
-"""Notes: what `prepare` reports about the conversations of a source besides their tokens."""
+"""Notes: what `prepare` reports about the conversations of a source besides their tokens.
+
+A source counts while its documents are read (`count`, `drop`), the cache's manifest keeps the
+counts (`as_json`), and `prepare` prints them (`describe`)."""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from .turns import COUNTS, REASONING, Message
@@ -33,12 +37,12 @@ class Notes:
         if tools:
             self.turns["(tools)"] += 1
             if "(tools)" not in self.examples:
-                shown = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)
-                self.examples["(tools)"] = (name, _short(shown))
+                names = [str(tool.get("function", tool).get("name")) for tool in tools]
+                self.examples["(tools)"] = (name, _short(", ".join(names)))
 
-    def drop(self, name: str, why: str) -> None:
-        self.dropped[why] += 1
-        self.examples.setdefault(f"dropped: {why}", (name, ""))
+    def drop(self, name: str, reason: str) -> None:
+        self.dropped[reason] += 1
+        self.examples.setdefault(f"dropped: {reason}", (name, ""))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -55,8 +59,8 @@ def kind_of(message: Message) -> str:
     if message.get("tool_calls"):
         kind += " with a tool call" if message.get("content") else ", a tool call"
     text = message.get("content") or ""
-    is_thought = kind.startswith("assistant") and "</think>" in text
-    if is_thought or any(message.get(key) for key in REASONING):
+    reasons = kind.startswith("assistant") and "</think>" in text
+    if reasons or any(message.get(key) for key in REASONING):
         kind += ", with reasoning"
     if COUNTS in message:
         kind += f", {COUNTS} {str(message[COUNTS]).lower()}"
@@ -67,11 +71,12 @@ def text_of_turn(message: Message) -> str:
     """Returns the start of a message's text, or its first call, in one line."""
     if message.get("content"):
         return _short(message["content"])
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        return _short(f"{function['name']}({arguments})")
-    return ""
+    calls = message.get("tool_calls")
+    if not calls:
+        return ""
+    function = calls[0]["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return _short(f"{function['name']}({arguments})")
 
 
 def _short(text: str) -> str:
@@ -81,18 +86,19 @@ def _short(text: str) -> str:
 
 def describe(notes: dict[str, Any]) -> list[str]:
     """Returns the lines of `prepare` about notes, as they are in a cache's manifest."""
-    lines, examples = list[str](), notes["examples"]
-    if turns := notes["turns"]:
-        width = max(20, *(len(kind) for kind in turns))
+    lines: list[str] = []
+    turns, unread, examples = notes["turns"], notes["unread"], notes["examples"]
+    if turns:
+        width = max(20, max(map(len, turns)))
         lines.append(f"  {'turns':<{width}} {'number':>9}  the first of the kind")
-        for kind, number in sorted(turns.items(), key=lambda each: -each[1]):
+        for kind, number in sorted(turns.items(), key=itemgetter(1), reverse=True):
             name, text = examples[kind]
             at = name.rpartition("/")[2]
             lines.append(f"  {kind:<{width}} {number:>9,}  {at}  {text}".rstrip())
-    if unread := notes["unread"]:
+    if unread:
         keys = ", ".join(f"{key} ({number:,})" for key, number in unread.items())
         lines.append(f"  keys that are not read, and the records that have them: {keys}")
-    for why, number in notes["dropped"].items():
-        (name, _) = examples[f"dropped: {why}"]
-        lines.append(f"  {number:,} records dropped (data.source.on_lost): {why}; first {name}")
+    for reason, number in notes["dropped"].items():
+        name, _ = examples[f"dropped: {reason}"]
+        lines.append(f"  {number:,} records dropped (data.source.on_lost): {reason}; first {name}")
     return lines

@@ -4,8 +4,16 @@
     ShareGPT    {"from": "gpt", "value": …}, with function_call and observation (LLaMA-Factory)
     axolotl     `train` or `training`            ms-swift    `loss`
 
-A key that means something in another tool and is not read here is refused: see `REFUSED`. Keys of a
-record that mean nothing to training, such as `id` and `source`, are counted for `prepare`."""
+For each record, in this order:
+
+    check_keys           a key that means something in another tool and is not read here is refused:
+                         see `REFUSED`; keys that mean nothing to training, such as `id` and
+                         `source`, are counted for `prepare`
+    turns_of             its turns, which may be a text of JSON, or Alpaca's keys
+    Reader.messages      each turn as a message: its keys are renamed, its role gets a template's
+                         name, and its calls are parsed
+    Reader.with_system   the system prompt beside the turns comes first
+    Reader.tools         the tools, which may be JSON"""
 
 from __future__ import annotations
 
@@ -29,11 +37,26 @@ SHAPES = (
 CALL = "function_call"  # role of a turn whose text is the JSON of calls
 # Roles of published data, in lower case, and their names in chat templates.
 ROLES = {
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys("assistant gpt chatgpt bing bard bot ai model chatbot".split(), "assistant"),
-    **dict.fromkeys(("tool", "tool_response", "observation"), "tool"),
-    **dict.fromkeys(("function", "function_response", "ipython"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), CALL),
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
+    "model": "assistant",
+    "chatbot": "assistant",
+    "tool": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+    "function_call": CALL,
+    "tool_call": CALL,
     "system": "system",
     "developer": "developer",
 }
@@ -44,16 +67,32 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # keys, as in transf
 WEIGHTS = (COUNTS, "training", "trainable", "weight", "loss")
 MEDIA = ("images", "image", "audios", "audio", "videos", "video", "documents", "objects")
 # Masks and weights of a form that is not read; and contents that are no text.
-REFUSED_IN_TURNS = frozenset(
-    (*MEDIA, "mask", "masked", "loss_mask", "loss_weight", "loss_scale", "chat_template_kwargs")
-) | {"train_detail", "training_detail"}
+REFUSED_IN_TURNS = {
+    "mask",
+    "masked",
+    "loss_mask",
+    "loss_weight",
+    "loss_scale",
+    "train_detail",
+    "training_detail",
+    "chat_template_kwargs",
+}.union(MEDIA)
 # The same of a record, and keys that mean training in another shape or tool.
-REFUSED = (REFUSED_IN_TURNS | {*WEIGHTS}) | {
-    *("system", "system_prompt", "system_message", "tools", "functions", "history"),
-    *("chosen", "rejected", "rejected_response", "kto_tag", "enable_thinking", *REASONING),
-}
+REFUSED = {
+    "system",
+    "system_prompt",
+    "system_message",
+    "tools",
+    "functions",
+    "history",
+    "chosen",
+    "rejected",
+    "rejected_response",
+    "kto_tag",
+    "enable_thinking",
+}.union(REASONING, WEIGHTS, REFUSED_IN_TURNS)
 # What a message may have; everything else is passed on to the template too, which may read it.
-KNOWN = {"role", "content", "tool_calls", "tool_call_id", *REASONING, *WEIGHTS}
+KNOWN = {"role", "content", "tool_calls", "tool_call_id"}.union(REASONING, WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -79,16 +118,21 @@ class Reader:
     def _message(self, name: str, turn: object) -> Message:
         if not isinstance(turn, dict):
             raise wrong(name, f"has a turn without a role: give {SHAPES}")
-        others = {
-            key: value
-            for key, value in renamed(turn, self.columns).items()
-            if key not in self.ignored and key not in self.columns.values()
-        }
-        from_, value = others.pop("from", None), others.pop("value", None)
-        role, content = others.pop("role", from_), others.pop("content", None)
-        if None not in (content, value) and content != value:
+        others = {}  # keys, without those that are read here
+        for key, value in renamed(turn, self.columns).items():
+            if key not in self.ignored and key not in self.columns.values():
+                others[key] = value
+
+        # ShareGPT's names, then OpenAI's
+        role = others.pop("from", None)
+        role = others.pop("role", role)
+        value = others.pop("value", None)
+        content = others.pop("content", None)
+        if content is None:
+            content = value
+        elif value is not None and content != value:
             raise wrong(name, f"has a turn of {role!r} with content and value: remove one")
-        content = text_of(name, value if content is None else content)
+        content = text_of(name, content)
         if not isinstance(role, str):
             raise wrong(name, f"has a turn without a role: give {SHAPES}")
         for key in sorted(others.keys() & REFUSED_IN_TURNS):
@@ -99,25 +143,34 @@ class Reader:
                 raise wrong(name, f"has a turn of {role!r} whose {key} is no text")
         counts = _counts(name, role, others)
         role = self._role(name, role)
-        calls = others.pop("tool_calls", None) or others.pop("function_call", None)
-        others.pop("function_call", None)
+
+        fail = partial(wrong, name)
+        single_call = others.pop("function_call", None)  # OpenAI's older key
+        calls = others.pop("tool_calls", None)
+        if not calls:
+            calls = single_call
         if role == CALL:
-            role, (content, calls) = "assistant", _split_call(partial(wrong, name), content)
-        if not isinstance(content, str) and not (content is None and calls):
+            role = "assistant"
+            content, calls = _split_call(fail, content)
+        is_call_alone = content is None and calls
+        if not isinstance(content, str) and not is_call_alone:
             raise wrong(name, f"has a turn of {role!r} whose content is no text")
+
         message: Message = {"role": role, "content": content or ""}
-        message |= {} if counts is None else {COUNTS: counts}
-        message |= {key: value for key, value in others.items() if value is not None}
+        if counts is not None:
+            message[COUNTS] = counts
+        message |= _given(others)
         if calls:
-            message["tool_calls"] = calls_of(partial(wrong, name), calls, self.fills)
+            message["tool_calls"] = calls_of(fail, calls, self.fills)
         return message
 
     def _role(self, name: str, role: str) -> str:
         """Returns the role's name in a chat template."""
         if role in self.role_names:
             return self.role_names[role]
-        if known := ROLES.get(role.strip().lower()):
-            return known
+        usual = role.strip().lower()
+        if usual in ROLES:
+            return ROLES[usual]
         allowed = ", ".join(sorted(ROLES))
         raise wrong(
             name,
@@ -128,23 +181,29 @@ class Reader:
     def tools(self, name: str, record: Record) -> list[dict[str, Any]]:
         """Returns the tools of a record: a list or JSON, of objects or JSON; OpenAI's older
         `functions` too."""
-        found = []
+        tools = []
+        fail = partial(wrong, name)
         for key in ("tools", "functions"):
-            if key in self.ignored or is_empty(given := record.get(key)):
+            if key in self.ignored or is_empty(record.get(key)):
                 continue
-            fail = partial(wrong, name)
-            given = _parsed(fail, key, given)
-            for tool in given if isinstance(given, list) else [given]:
+            given = _parsed(fail, key, record[key])
+            if not isinstance(given, list):
+                given = [given]
+            for tool in given:
                 tool = _parsed(fail, key, tool)
                 if not isinstance(tool, dict):
                     raise wrong(name, f"has {key} of which one is no object: {str(tool)[:50]}")
-                tool = without_nulls(tool) if self.fills else tool
-                found.append({"type": "function", "function": tool} if key != "tools" else tool)
-        return found
+                if self.fills:
+                    tool = without_nulls(tool)
+                if key == "functions":
+                    tool = {"type": "function", "function": tool}
+                tools.append(tool)
+        return tools
 
     def with_system(self, name: str, record: Record, messages: list[Message]) -> list[Message]:
         """Returns the messages after the `system` that is beside them in a record."""
-        if "system" in self.ignored or is_empty(system := record.get("system")):
+        system = record.get("system")
+        if "system" in self.ignored or is_empty(system):
             return messages
         system = text_of(name, system)
         if not isinstance(system, str):
@@ -162,11 +221,11 @@ class Reader:
     def check_keys(self, name: str, record: Record, read: Iterable[str], kind: str) -> list[str]:
         """Returns the keys that nothing reads and that mean nothing to training. Raises InputError
         if a key of `REFUSED` is not among those that are read."""
-        known = {*read, *self.ignored, *self.columns.values()}
+        known = set(read).union(self.ignored, self.columns.values())
         unread = [key for key, value in record.items() if key not in known and not is_empty(value)]
-        # of other labels, such as a topic, nothing depends
-        refused = sorted(REFUSED & {*unread})
-        if "label" in unread and isinstance(record["label"], bool):  # of good and bad answers
+        refused = sorted(REFUSED.intersection(unread))
+        # true or false says whether an answer is good; another label, such as a topic, may be lost
+        if "label" in unread and isinstance(record["label"], bool):
             refused.append("label")
         if refused:
             raise wrong(name, f"has {refused[0]}, {_not_read(refused[0], kind)}")
@@ -174,7 +233,9 @@ class Reader:
 
 
 def _not_read(key: str, kind: str = "Chat") -> str:
-    hint = " or give it another name in data.source.columns," if key.startswith("system") else ""
+    hint = ""
+    if key.startswith("system"):
+        hint = " or give it another name in data.source.columns,"
     if key in MEDIA:
         hint = " it is no text,"
     return (
@@ -186,17 +247,26 @@ def _not_read(key: str, kind: str = "Chat") -> str:
 def _counts(name: str, role: str, others: Record) -> bool | None:
     """Returns whether a message says that it counts, by any of the keys that mean this, which are
     removed from it."""
-    said = {key: others.pop(key) for key in WEIGHTS if key in others}
-    said = {key: value for key, value in said.items() if value is not None}
+    said = {}
+    for key in WEIGHTS:
+        value = others.pop(key, None)
+        if value is not None:
+            said[key] = value
     for key, value in said.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise wrong(
                 name,
                 f"has a turn of {role!r} with {key} {value!r}: give 0 or 1, or train true or false",
             )
-    if len({bool(value) for value in said.values()}) > 1:
+    answers = {bool(value) for value in said.values()}
+    if len(answers) > 1:
         raise wrong(name, f"has a turn of {role!r} with {said}, which contradict each other")
-    return next((bool(value) for value in said.values()), None)
+    return answers.pop() if answers else None
+
+
+def _given(record: Record) -> Record:
+    """Returns a record without the keys that are null."""
+    return {key: value for key, value in record.items() if value is not None}
 
 
 def _split_call(fail: Fail, text: object) -> tuple[str, object]:
@@ -211,10 +281,14 @@ def calls_of(fail: Fail, calls: object, fills: bool = False) -> list[dict[str, A
     """Returns calls in OpenAI's form, `{"type": "function", "function": {name, arguments}}`, with
     arguments as an object: a chat template encodes them."""
     calls = _parsed(fail, "tool_calls", calls)
-    found = []
-    for call in calls if isinstance(calls, list) else [calls]:
+    if not isinstance(calls, list):
+        calls = [calls]
+    result = []
+    for call in calls:
         call = _parsed(fail, "tool_calls", call)
-        function = call.get("function", call) if isinstance(call, dict) else None
+        function = None
+        if isinstance(call, dict):  # without `function`, the call is the function itself
+            function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise fail("has a tool call without a name: give {name, arguments}")
         arguments = function.get("arguments", function.get("parameters"))
@@ -227,16 +301,14 @@ def calls_of(fail: Fail, calls: object, fills: bool = False) -> list[dict[str, A
             arguments = {}
         if not isinstance(arguments, dict):
             raise fail(f"has a call of {function['name']} whose arguments are no object: edit it")
-        others = {} if function is call else call
-        known = ("name", "arguments", "parameters", "id", "type")
-        rest = {key: value for key, value in function.items() if key not in known}
-        inner = {"name": function["name"], "arguments": arguments} | rest
-        outer = {key: value for key, value in others.items() if key != "function"}
-        if function is call and call.get("id") is not None:
-            outer["id"] = call["id"]
-        outer = {key: value for key, value in outer.items() if value is not None}
-        found.append({"type": "function"} | outer | {"function": inner})
-    return found
+        inner = {"name": function["name"], "arguments": arguments}
+        for key, value in function.items():
+            if key not in ("name", "arguments", "parameters", "id", "type"):
+                inner[key] = value
+        outer = {"id": call.get("id")} if function is call else dict(call)
+        outer.pop("function", None)
+        result.append({"type": "function"} | _given(outer) | {"function": inner})
+    return result
 
 
 def _parsed(fail: Fail, what: str, value: object) -> Any:
@@ -252,8 +324,10 @@ def _parsed(fail: Fail, what: str, value: object) -> Any:
 def without_nulls(value: Any) -> Any:
     """Returns a JSON value without the keys that are null, at any depth."""
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
-    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: without_nulls(inner) for key, inner in _given(value).items()}
+    if isinstance(value, list):
+        return [without_nulls(inner) for inner in value]
+    return value
 
 
 def is_empty(value: object) -> bool:
@@ -270,21 +344,28 @@ def turns_of(name: str, turns: object) -> object:
     if not isinstance(turns, str):
         return turns
     try:
-        found = json.loads(turns)
+        parsed = json.loads(turns)
     except ValueError as error:
         raise wrong(name, f"has turns that are a text and not JSON: {error}") from error
-    if not isinstance(found, list):
+    if not isinstance(parsed, list):
         raise wrong(name, "has turns that are a text of JSON, and no list")
-    return found
+    return parsed
 
 
 def turns_of_alpaca(record: Record) -> list[Message]:
     """Returns the turns of Alpaca's shape: `input` follows `instruction` in a line of its own, as
     in LLaMA-Factory."""
-    turns = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    asked = "\n".join(filter(None, [record["instruction"], record.get("input")]))
-    for question, answer in [*(record.get("history") or []), (asked, record["output"])]:
-        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    turns = []
+    if record.get("system"):
+        turns.append({"role": "system", "content": record["system"]})
+    asked = [record["instruction"]]
+    if record.get("input"):
+        asked.append(record["input"])
+    exchanges = list(record.get("history") or [])
+    exchanges.append(("\n".join(asked), record["output"]))
+    for question, answer in exchanges:
+        turns.append({"role": "user", "content": question})
+        turns.append({"role": "assistant", "content": answer})
     return turns
 
 
@@ -304,6 +385,7 @@ def _text_of_part(name: str, part: object) -> str:
     texts = [part[key] for key in ("text", "value", "content") if part.get(key) is not None]
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise refused
-    if any(not is_empty(part.get(key)) for key in (*MEDIA, "image_url", "input_audio")):
-        raise refused
+    for key in (*MEDIA, "image_url", "input_audio"):
+        if not is_empty(part.get(key)):
+            raise refused
     return texts[0]
