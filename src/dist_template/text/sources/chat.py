@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -125,7 +124,8 @@ class Chat(Source):
                 f"data.source {kind} needs `paths` (files) or `name` (a data set of the hub), and"
                 " not both"
             )
-        self._notes, self._fills = Notes(), False
+        self._notes = Notes()
+        self._fills = False
 
     def documents(self) -> Iterator[tuple[str, str]]:
         self._notes = Notes()
@@ -142,7 +142,7 @@ class Chat(Source):
         if self.name:
             yield from hub_records(self.name, self.config, self.split, self.revision)
         # of a table, the columns that are read, and those that must not be overlooked
-        columns = {*self.fields, *self.columns.values(), *REFUSED, "label"}
+        columns = {"label"}.union(self.fields, self.columns.values(), REFUSED)
         for path in matching(self.paths):
             self._fills = path.suffix == ".parquet"
             yield from records_of(path, columns)
@@ -156,11 +156,11 @@ class Chat(Source):
     def _unread(self, name: str, record: Record) -> list[str]:
         """Returns the keys that this record's shape does not read; refuses those that mean
         something to training."""
-        read = [*self._keys_of(record), *BESIDE]
+        read = self._keys_of(record) + BESIDE
         return self._reader.check_keys(name, record, read, type(self).__name__)
 
     def _keys_of(self, record: Record) -> tuple[str, ...]:
-        """Returns the keys of the record's shape."""
+        """Returns the keys of the record's shape, which `document_of` has found to be there."""
         return next(keys for keys in SHAPE_KEYS if not is_empty(record.get(keys[0])))
 
     def spec(self) -> dict[str, object]:
@@ -173,7 +173,8 @@ class Chat(Source):
     def document_of(self, name: str, record: Record) -> dict[str, object]:
         """Returns a document's content, checked: `messages`, and `tools` if there are some."""
         reader = self._reader
-        if turns := record.get("messages") or record.get("conversations"):
+        turns = record.get("messages") or record.get("conversations")
+        if turns:
             messages = reader.messages(name, turns_of(name, turns), "user")
         elif record.get("prompt") and record.get("completion"):
             messages = reader.messages(name, record["prompt"], "user")
@@ -183,20 +184,26 @@ class Chat(Source):
         else:
             raise wrong(name, f"has only {', '.join(sorted(record)) or 'no key'}: give {SHAPES}")
         messages = reader.with_system(name, record, messages)
-        if not any(message.get(COUNTS, message["role"] in self.roles) for message in messages):
-            who = " or ".join(self.roles)
+        if not any(_counts(message, self.roles) for message in messages):
+            roles = " or ".join(self.roles)
             raise wrong(
-                name, f"has no {who} turn that counts, on which the model is trained: remove it"
+                name, f"has no {roles} turn that counts, on which the model is trained: remove it"
             )
         tools = reader.tools(name, record)
         self._notes.count(name, messages, tools)
-        return {"messages": messages, "tools": tools} if tools else {"messages": messages}
+        document: dict[str, object] = {"messages": messages}
+        if tools:
+            document["tools"] = tools
+        return document
 
     def files(self) -> list[Path]:
         files = matching(self.paths)
-        if self.template and not Path(self.template).is_file():
-            raise InputError(f"data.source.template {self.template!r} is no file")
-        return [*files, Path(self.template)] if self.template else files
+        if self.template:
+            template = Path(self.template)
+            if not template.is_file():
+                raise InputError(f"data.source.template {self.template!r} is no file")
+            files.append(template)
+        return files
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Returns the tokenizer: it keeps its chat template, for serving; or it gets `template`."""
@@ -214,29 +221,26 @@ class Chat(Source):
     def spans(self, tokenizer: Tokenizer, name: str, text: str) -> Iterator[tuple[str, np.ndarray]]:
         """Yields a conversation's tokens in spans: trained on, of prompts, or of answers with why
         they do not count."""
-        template, talk = (
-            training_template(tokenizer, self.template, self.train_on),
-            json.loads(text),
-        )
+        template = training_template(tokenizer, self.template, self.train_on)
         given = (tokenizer, template, self.train_on, self.roles, [(name, text)])
         (whole,) = encode(*given, drops=self.on_lost == "drop")
         if not len(whole.ids):
             return
         counted: Any = whole.counted
         kinds = np.where(counted, "trained on", "of prompts").astype(object)
-        for why in ("not by train_on", "not by train or weight", "not by roles"):
+        # Once for each reason, the answers that it excludes are encoded as if they alone counted.
+        conversation = json.loads(text)
+        for reason in ("not by train_on", "not by train or weight", "not by roles"):
             turns = []
-            for turn in talk["messages"]:
-                turns.append(
-                    turn
-                    | {COUNTS: turn["role"] == "assistant" and _why_not(turn, self.roles) == why}
-                )
-            alone = [(name, json.dumps(talk | {"messages": turns}))]
-            with suppress(
-                InputError
-            ):  # there are none, or the template changes them when others follow
+            for turn in conversation["messages"]:
+                is_answer = turn["role"] == "assistant"
+                is_excluded = is_answer and _why_not(turn, self.roles) == reason
+                turns.append(turn | {COUNTS: is_excluded})
+            alone = [(name, json.dumps(conversation | {"messages": turns}))]
+            # there may be none, or the template changes them when others follow
+            with suppress(InputError):
                 (part,) = encode(tokenizer, template, "assistant", self.roles, alone)
-                kinds[part.counted & ~counted] = why
+                kinds[part.counted & ~counted] = reason
         edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
         yield from zip(kinds[[0, *edges]], np.split(whole.ids, edges), strict=True)
 
@@ -247,7 +251,7 @@ class Chat(Source):
             return super().encode_prompt(tokenizer, prompt)
         user: list[Message] = [{"role": "user", "content": prompt}]
         tools: list[Any] | None = None
-        asked: Any = {"add_generation_prompt": True, **NO_REASONING}
+        asked: Any = NO_REASONING | {"add_generation_prompt": True}
         # some templates read a content in parts alone
         with suppress(Lost):
             template = tokenizer.get_chat_template()
@@ -256,11 +260,18 @@ class Chat(Source):
         return rendered["input_ids"]
 
 
+def _counts(turn: Message, roles: list[str]) -> bool:
+    """Returns whether a turn counts, before `train_on` selects among those that do."""
+    return turn.get(COUNTS, turn["role"] in roles)
+
+
 def _why_not(turn: Message, roles: list[str]) -> str:
     """Returns why a turn is excluded from the loss."""
-    if turn.get(COUNTS, turn["role"] in roles):
+    if _counts(turn, roles):
         return "not by train_on"
-    return "not by train or weight" if COUNTS in turn else "not by roles"
+    if COUNTS in turn:
+        return "not by train or weight"
+    return "not by roles"
 
 
 def _other_columns(path: Path, read: set[str]) -> dict[str, int]:
@@ -268,7 +279,8 @@ def _other_columns(path: Path, read: set[str]) -> dict[str, int]:
     from pyarrow import parquet
 
     table = parquet.ParquetFile(path)
-    return dict.fromkeys({*table.schema_arrow.names} - read, table.metadata.num_rows)
+    others = set(table.schema_arrow.names) - read
+    return dict.fromkeys(others, table.metadata.num_rows)
 
 
 class Preferences(Chat):
@@ -284,14 +296,16 @@ class Preferences(Chat):
     fields = ("prompt", *ANSWERS, "messages", "conversations", *BESIDE)
 
     def document_of(self, name: str, record: Record) -> dict[str, object]:
-        prompt, chosen, rejected = map(record.get, ("prompt", *ANSWERS))
+        prompt = record.get("prompt")
+        chosen, rejected = record.get("chosen"), record.get("rejected")
         reader = self._reader
         if not chosen or not rejected or chosen == rejected:
             raise wrong(name, "needs chosen and rejected, two different answers")
         if isinstance(chosen, dict) and isinstance(rejected, dict) and not _is_plain(chosen):
             chosen, rejected = [chosen], [rejected]
-            turns = record.get("messages") or record.get("conversations") or prompt
-            prompt = turns if turns is prompt else turns_of(name, turns)
+            turns = record.get("messages") or record.get("conversations")
+            if turns and turns is not prompt:  # they may have both names, by `columns`
+                prompt = turns_of(name, turns)
         if isinstance(chosen, list) and isinstance(rejected, list):
             chosen = reader.messages(name, chosen, "assistant")
             rejected = reader.messages(name, rejected, "assistant")
@@ -302,14 +316,12 @@ class Preferences(Chat):
             rejected = reader.with_system(name, record, rejected)
             start = _num_equal(chosen, rejected)
             prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
-            if any(
-                [message["role"] for message in answer[:1]] != ["assistant"]
-                for answer in (chosen, rejected)
-            ):
-                raise wrong(
-                    name, "has answers that do not start with an assistant's turn: edit them"
-                )
-        if not prompt or {type(prompt), type(chosen), type(rejected)} not in ({str}, {list}):
+            for answer in (chosen, rejected):
+                if not answer or answer[0]["role"] != "assistant":
+                    raise wrong(
+                        name, "has answers that do not start with an assistant's turn: edit them"
+                    )
+        if not prompt or not _in_one_form(prompt, chosen, rejected):
             raise wrong(
                 name, "needs prompt, chosen and rejected in one form: texts, or lists of messages"
             )
@@ -317,8 +329,10 @@ class Preferences(Chat):
         return pair | self._beside(name, record, [prompt, chosen, rejected])
 
     def _keys_of(self, record: Record) -> tuple[str, ...]:
-        shared = ("messages", "conversations") if isinstance(record["chosen"], dict) else ()
-        return ("prompt", *ANSWERS, *shared)
+        keys = ("prompt", *ANSWERS)
+        if isinstance(record["chosen"], dict):
+            keys += ("messages", "conversations")
+        return keys
 
     def _beside(self, name: str, record: Record, parts: list[Any]) -> dict[str, object]:
         """Returns the tools beside a pair, and counts its turns. Raises InputError if `system` or
@@ -355,13 +369,13 @@ class Preferences(Chat):
         encoded, completeness = [], None
         for name, text in documents:
             pair = json.loads(text)
-            prompt, end = pair["prompt"], tokenizer.eos_token
+            prompt = pair["prompt"]
             is_text = isinstance(prompt, str)
             if is_text:
-                rendered = [
-                    prompt,
-                    *(prompt + pair[key].removesuffix(end) + end for key in ANSWERS),
-                ]
+                end = tokenizer.eos_token
+                rendered = [prompt]
+                for key in ANSWERS:
+                    rendered.append(prompt + pair[key].removesuffix(end) + end)
             else:
                 if completeness is None:
                     template = training_template(tokenizer, self.template, "all")
@@ -372,11 +386,12 @@ class Preferences(Chat):
                     encoded.append(Encoded(nothing, nothing.astype(bool)))
                     continue
             prompt, chosen, rejected = tokenizer(rendered, add_special_tokens=is_text)["input_ids"]
-            start = max(1, min(_num_equal(prompt, chosen), _num_equal(prompt, rejected)))
+            shared = min(_num_equal(prompt, chosen), _num_equal(prompt, rejected))
+            start = max(1, shared)
             if min(len(chosen), len(rejected)) <= start or chosen == rejected:
                 raise wrong(name, "has an answer without a token of its own: edit it")
-            counted = np.concatenate([np.arange(len(chosen)), np.arange(len(rejected))]) >= start
-            encoded.append(Encoded(np.array(chosen + rejected), counted))
+            positions = np.concatenate([np.arange(len(chosen)), np.arange(len(rejected))])
+            encoded.append(Encoded(np.array(chosen + rejected), positions >= start))
         return encoded
 
     def _rendered(
@@ -385,13 +400,15 @@ class Preferences(Chat):
         """Returns the prompt, and the prompt with each answer, rendered by the chat template; []
         if the template loses something of it and such pairs are dropped."""
         template = training_template(tokenizer, self.template, "all")
-        prompt, tools, answers = pair["prompt"], pair.get("tools"), list[Any]()
+        prompt, tools = pair["prompt"], pair.get("tools")
+        answers: list[Any] = []
         try:
             for key in ANSWERS:
                 trained = range(len(prompt), len(prompt) + len(pair[key]))
                 fitted = completeness.fit(prompt + pair[key], tools, trained)
-                answers.append(completeness.render(fitted.messages, fitted.tools))
-                check_text(fitted.pieces, answers[-1], trained)
+                answer = completeness.render(fitted.messages, fitted.tools)
+                check_text(fitted.pieces, answer, trained)
+                answers.append(answer)
             asked: Any = tokenizer.apply_chat_template(
                 fitted.messages[: len(prompt)],
                 tools=fitted.tools,
@@ -415,6 +432,12 @@ class Preferences(Chat):
 def _is_plain(answer: dict[str, Any]) -> bool:
     """Returns whether an answer is no message."""
     return not answer.keys() & {"role", "from"}
+
+
+def _in_one_form(*parts: object) -> bool:
+    """Returns whether the parts of a record are all texts or all lists of messages."""
+    kinds = {type(part) for part in parts}
+    return kinds in ({str}, {list})
 
 
 class Ratings(Preferences):
@@ -441,14 +464,16 @@ class Ratings(Preferences):
             )
 
     def document_of(self, name: str, record: Record) -> dict[str, object]:
-        prompt, completion, label = map(record.get, ("prompt", "completion", "label"))
+        prompt, completion = record.get("prompt"), record.get("completion")
+        label = record.get("label")
         reader = self._reader
         if not isinstance(label, bool):
             raise wrong(name, f"needs label, true or false, and has {label!r}")
         if isinstance(completion, list):
-            prompt = reader.with_system(name, record, reader.messages(name, prompt or [], "user"))
+            messages = reader.messages(name, prompt or [], "user")
+            prompt = reader.with_system(name, record, messages)
             completion = reader.messages(name, completion, "assistant")
-        if not prompt or not completion or {type(prompt), type(completion)} not in ({str}, {list}):
+        if not prompt or not completion or not _in_one_form(prompt, completion):
             raise wrong(
                 name, "needs prompt and completion in one form: texts, or lists of messages"
             )
@@ -463,31 +488,44 @@ class Ratings(Preferences):
     ) -> list[Encoded]:
         """Returns tokens of pairs: an answer's partner is the nearest earlier answer of the batch
         that has a different text, as in trl."""
-        rated, pairs = [json.loads(text) for _, text in documents], []
+        rated = [json.loads(text) for _, text in documents]
+        completions = [answer["completion"] for answer in rated]
+        pairs = []
         for number, (name, _) in enumerate(documents):
-            completion = rated[number]["completion"]
-            before = (rated[number - back]["completion"] for back in range(1, len(rated)))
-            other = next(
-                (each for each in before if type(each) is type(completion) and each != completion),
-                None,
-            )
+            answer = rated[number]
+            other = _partner_of(number, completions)
             if other is None:
                 raise wrong(
                     name, "has the only answer among its neighbours: give other answers too"
                 )
-            tools = {key: rated[number][key] for key in ("tools",) if key in rated[number]}
-            prompt = rated[number]["prompt"]
-            pair = {"prompt": prompt, "chosen": completion, "rejected": other} | tools
+            pair = {"prompt": answer["prompt"], "chosen": answer["completion"], "rejected": other}
+            if "tools" in answer:
+                pair["tools"] = answer["tools"]
             pairs.append((name, json.dumps(pair)))
         encoded = super().encode(spec, tokenizer, pairs)
-        for one, document in zip(rated, encoded, strict=True):
+        for answer, document in zip(rated, encoded, strict=True):
             counted: Any = document.counted
-            if len(counted):
-                counted[0] = one["label"]
+            if len(counted):  # the template has not dropped it
+                counted[0] = answer["label"]
         return encoded
+
+
+def _partner_of(number: int, completions: list[Any]) -> Any:
+    """Returns the nearest completion before that of `number` that is of its form, and another; the
+    last ones are before the first. None: there is none."""
+    completion = completions[number]
+    for back in range(1, len(completions)):
+        other = completions[number - back]
+        if type(other) is type(completion) and other != completion:
+            return other
+    return None
 
 
 def _num_equal(first: Sequence[object], second: Sequence[object]) -> int:
     """Returns the length of the common start."""
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return len([*equal])
+    number = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        number += 1
+    return number

@@ -1,5 +1,13 @@
 """Encodes conversations by a chat template, and finds the tokens that count.
 
+    training_template   the template: a file, the tokenizer's, or trl's form of it
+    encode              for each conversation:
+      completeness.fit    the form in which the template writes all that it says   lossless.py
+      _encoded            it is rendered and tokenized
+      _spans              where the messages that count start and end in the text
+      _tokens             the tokens in these spans
+      _check_trained      nothing of an answer is outside of them
+
 A message counts from the end of the prompt that a server renders before it to the end of its turn.
 What the template writes before an answer, such as an empty reasoning block, is the prompt's. A
 template that writes earlier turns differently once others follow cannot be divided so. For the
@@ -42,8 +50,10 @@ WAYS_OUT = (
 NO_REASONING: dict[str, Any] = {"enable_thinking": False, "thinking": False}
 OPENED = re.compile(r"<think>\s*$")  # a prompt that demands reasoning
 PROBE = [
-    {"role": role, "content": content}
-    for role, content in zip(("user", "assistant") * 2, "abcd", strict=True)
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
 ]
 
 
@@ -73,7 +83,8 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
         return Template(text, file, bool(TAG.search(text)))
     name = f"the chat template of {tokenizer.name_or_path or 'data.tokenizer'}"
     text = tokenizer.chat_template
-    text = text["default"] if isinstance(text, dict) else text
+    if isinstance(text, dict):  # of templates by name
+        text = text["default"]
     if not text:
         raise InputError(f"{name} does not exist: {HELP}")
     own = Template(text, name, bool(TAG.search(text)))
@@ -93,10 +104,9 @@ def training_template(tokenizer: Tokenizer, file: str | None, train_on: str) -> 
 
 def _divides(tokenizer: Tokenizer, template: Template, train_on: str) -> bool:
     """Returns whether the answers of a conversation can be found without tags."""
+    probe = [("", json.dumps({"messages": PROBE}))]
     try:
-        encode(
-            tokenizer, template, train_on, ["assistant"], [("", json.dumps({"messages": PROBE}))]
-        )
+        encode(tokenizer, template, train_on, ["assistant"], probe)
     except InputError:
         return False
     return True
@@ -118,14 +128,16 @@ def encode(
     read."""
     # A text source that shares the tokenizer sets it; a template's special tokens are such.
     tokenizer.backend_tokenizer.encode_special_tokens = False
-    encoded, ends = [], tuple(tokenizer.get_added_vocab())
+    encoded = []
+    ends = tuple(tokenizer.get_added_vocab())
     completeness = completeness_of(tokenizer, template.text)
     for name, text in documents:
         conversation = json.loads(text)
         messages, tools = conversation["messages"], conversation.get("tools")
-        numbers = [
-            n for n, message in enumerate(messages) if message.pop(COUNTS, message["role"] in roles)
-        ]
+        numbers = []  # of the messages that count
+        for number, message in enumerate(messages):
+            if message.pop(COUNTS, message["role"] in roles):
+                numbers.append(number)
         if train_on == "last":
             numbers = numbers[-1:]
         if notes is not None:
@@ -150,10 +162,10 @@ def encode(
     return encoded
 
 
-def _dropped(notes: Notes | None, name: str, why: str) -> Encoded:
+def _dropped(notes: Notes | None, name: str, reason: str) -> Encoded:
     """Returns a document without tokens, which no row has; counts it."""
     if notes is not None:
-        notes.drop(name, why)
+        notes.drop(name, reason)
     return Encoded(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool))
 
 
@@ -206,13 +218,14 @@ def _encoded(
         return_assistant_tokens_mask=template.has_tags,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
-    ids, offsets = (np.array(out["input_ids"], dtype=np.int64), np.array(out["offset_mapping"]))
+    ids = np.array(out["input_ids"], dtype=np.int64)
+    offsets = np.array(out["offset_mapping"])
     as_text: Any = partial(render, tokenize=False)
     text = as_text(messages)
     if train_on == "all":
         check_text(pieces, text, range(len(messages)))
         return Encoded(ids, np.ones(len(ids), dtype=bool))
-    spans = [*_spans(as_text, text, ends, template, messages, numbers)]
+    spans = list(_spans(as_text, text, ends, template, messages, numbers))
     counted = _tokens(spans, offsets)
     if template.has_tags:
         counted &= np.array(out["assistant_masks"], dtype=bool)
@@ -232,7 +245,9 @@ def _check_trained(
     number = span.number - 1
     if not len(inside) and not fitted.messages[number].get("tool_calls"):
         return
-    trained = text[inside[0, 0] : inside[-1, 1]] if len(inside) else ""
+    trained = ""
+    if len(inside):
+        trained = text[inside[0, 0] : inside[-1, 1]]
     check_text(fitted.pieces, trained, [number], only=number)
 
 
@@ -254,17 +269,11 @@ def _spans(
             prompt = _prompt(render, messages[:number], turn, template)
         else:  # nothing asks for it
             prompt = turn[: turn.rfind(text_in(messages[number]).strip())]
+        has_end = turn.endswith(ends) or _goes_on(turn, messages[number])
         if template.has_tags and is_answer:
-            following = [
-                n for n in range(number + 1, len(messages)) if messages[n]["role"] == "assistant"
-            ]
-            end = len(render(messages[: following[0]])) if following else len(text)
+            end = _start_of_next_answer(render, text, messages, number)
             prompt = prompt or render(messages[:number])
-        elif (
-            prompt
-            and text.startswith(turn)
-            and (turn.endswith(ends) or _goes_on(turn, messages[number]))
-        ):
+        elif prompt and text.startswith(turn) and has_end:
             end = len(turn)
         else:
             raise InputError(
@@ -272,6 +281,14 @@ def _spans(
                 f" follow, or has no end: {HELP}"
             )
         yield Span(number + 1, len(prompt), end)
+
+
+def _start_of_next_answer(render: Render, text: str, messages: list[Message], number: int) -> int:
+    """Returns where the mask of an answer is read up to: the text before the next one, or all."""
+    for following in range(number + 1, len(messages)):
+        if messages[following]["role"] == "assistant":
+            return len(render(messages[:following]))
+    return len(text)
 
 
 def _goes_on(turn: str, message: Message) -> bool:
@@ -287,7 +304,8 @@ def _prompt(render: Render, messages: list[Message], turn: str, template: Templa
     prompts = [served, OPENED.sub("", served)]
     if "thinking" in template.text:
         prompts.append(render(messages, add_generation_prompt=True, **NO_REASONING))
-    return max((prompt for prompt in prompts if turn.startswith(prompt)), key=len, default="")
+    continued = [prompt for prompt in prompts if turn.startswith(prompt)]
+    return max(continued, key=len, default="")
 
 
 def _tokens(spans: list[Span], offsets: np.ndarray) -> np.ndarray:
@@ -297,7 +315,8 @@ def _tokens(spans: list[Span], offsets: np.ndarray) -> np.ndarray:
     starts, ends = offsets.T
     counted = np.zeros(len(offsets), dtype=bool)
     for number, start, end in spans:
-        if (joined := (starts < start) & (start < ends)).any():
+        joined = (starts < start) & (start < ends)
+        if joined.any():
             raise InputError(
                 f"the tokenizer joins the end of a prompt with the start of message {number}"
                 f" (token {int(joined.argmax())}): remove the white space there"
@@ -308,8 +327,9 @@ def _tokens(spans: list[Span], offsets: np.ndarray) -> np.ndarray:
 
 def last_turn(counted: np.ndarray) -> tuple[int, int]:
     """Returns start and end of the last run of counted tokens; (0, 0) if no token counts."""
-    found = np.flatnonzero(counted)
-    if not len(found):
+    positions = np.flatnonzero(counted)
+    if not len(positions):
         return 0, 0
-    gaps = np.flatnonzero(np.diff(found) > 1)
-    return int(found[gaps[-1] + 1] if len(gaps) else found[0]), int(found[-1]) + 1
+    gaps = np.flatnonzero(np.diff(positions) > 1)
+    first = gaps[-1] + 1 if len(gaps) else 0  # of the last run
+    return int(positions[first]), int(positions[-1]) + 1

@@ -77,11 +77,12 @@ class Source(Choice, ABC):
         """Returns the tokens of each document: what `tokenizer(text)` starts with, such as BOS, the
         text's, and EOS."""
         texts = [text for _, text in documents]
-        start, end = added_tokens(tokenizer)[0], [tokenizer.eos_token_id]
-        return [
-            Encoded(np.concatenate([np.array(start, dtype=np.int64), ids, end]))
-            for ids in spec.encode(tokenizer, texts)
-        ]
+        start = np.array(added_tokens(tokenizer)[0], dtype=np.int64)
+        end = [tokenizer.eos_token_id]
+        encoded = []
+        for ids in spec.encode(tokenizer, texts):
+            encoded.append(Encoded(np.concatenate([start, ids, end])))
+        return encoded
 
     def encode_prompt(self, tokenizer: Tokenizer, prompt: str) -> list[int]:
         """Returns the tokens that `predict` and the samples of `data.prompts` continue."""
@@ -110,12 +111,15 @@ class StandardLibrary(Source):
     def files(self) -> list[Path]:
         found: list[Path] = []
         for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+            # os.walk descends into what stays in this list
             inside[:] = [name for name in inside if name not in self.SKIPPED]
-            found += (Path(folder, name) for name in names if name.endswith(".py"))
+            for name in names:
+                if name.endswith(".py"):
+                    found.append(Path(folder, name))
         return sorted(found)
 
     def spec(self) -> dict[str, object]:
-        return {**super().spec(), "python": platform.python_version()}
+        return super().spec() | {"python": platform.python_version()}
 
 
 @dataclass
@@ -174,7 +178,9 @@ class TextFiles(FileSource):
         """Yields the documents of a file, of which one block is in memory at a time. Raises
         InputError if its lines end with CRLF, and so the separator is not in it."""
         rest, has_ended = "", False
-        crlf = separator.replace("\n", "\r\n") if "\r" not in separator else separator
+        crlf = separator  # as it is in a file whose lines end with CRLF
+        if "\r" not in separator:
+            crlf = separator.replace("\n", "\r\n")
         for block in text_blocks(path, self.encoding):
             start = max(0, len(rest) - len(crlf))  # what is before has been searched
             rest += block
@@ -251,9 +257,10 @@ def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]
         text = record.get(field)
         if not isinstance(text, str):
             keys = ", ".join(sorted(record)) or "no key"
-            what = f"; {field} is {kind_of(text)}" if field in record else ""
+            if field in record:
+                keys += f"; {field} is {kind_of(text)}"
             raise InputError(
-                f"data.source.field {field!r} names no text in {name}, which has {keys}{what}"
+                f"data.source.field {field!r} names no text in {name}, which has {keys}"
             )
         yield name, text
 
@@ -261,19 +268,21 @@ def _documents(records: Iterable[Named], field: str) -> Iterator[tuple[str, str]
 def texts_of(source: Source, done: Counter[str] | None = None) -> Iterator[tuple[str, str]]:
     """Yields documents without empty ones. UTF-8 cannot encode half of a surrogate pair, which
     JSON can write: it becomes "?". `done` counts both."""
-    found, done = False, Counter() if done is None else done
+    if done is None:
+        done = Counter()
+    is_empty = True
     for name, text in source.documents():
         if not text.strip():
             done["empty"] += 1
             continue
-        found = True
+        is_empty = False
         try:
             text.encode()
         except UnicodeEncodeError:
             done["halves"] += 1
             text = text.encode(errors="replace").decode()
         yield name, text
-    if not found:
+    if is_empty:
         raise InputError(
             f"data.source {type(source).__name__} has no text in it: point it at other files"
         )

@@ -66,20 +66,31 @@ class _Streams(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while True:
             if self._stream.eof:
-                data = self._stream.unused_data.lstrip(b"\0")  # zeros between streams are padding
-                while not data:
-                    if not (data := self._file.read(STREAM_BYTES)):
-                        return 0
-                    data = data.lstrip(b"\0")
+                data = self._start_of_next()
+                if not data:
+                    return 0
                 self._stream = self._new()
             elif self._stream.needs_input:
-                if not (data := self._file.read(STREAM_BYTES)):
+                data = self._file.read(STREAM_BYTES)
+                if not data:
                     raise EOFError("Compressed file ended before the end-of-stream marker")
             else:
                 data = b""  # it has more of what it was given
-            if found := self._stream.decompress(data, max_length=len(buffer)):
-                buffer[: len(found)] = found
-                return len(found)
+            plain = self._stream.decompress(data, max_length=len(buffer))
+            if plain:
+                buffer[: len(plain)] = plain
+                return len(plain)
+
+    def _start_of_next(self) -> bytes:
+        """Returns the first bytes of the next stream; b"": there is none. Zeros between streams
+        are padding."""
+        data = self._stream.unused_data.lstrip(b"\0")
+        while not data:
+            block = self._file.read(STREAM_BYTES)
+            if not block:
+                return b""
+            data = block.lstrip(b"\0")
+        return data
 
     def close(self) -> None:
         self._file.close()
@@ -106,7 +117,7 @@ ADVICE = (
 
 def _zip(path: Path) -> BinaryIO:
     archive = zipfile.ZipFile(path)
-    names = [each.filename for each in archive.infolist() if not each.is_dir()]
+    names = [entry.filename for entry in archive.infolist() if not entry.is_dir()]
     if len(names) != 1:
         raise wrong(path, f"holds {len(names)} files: a .zip is read if it holds one; unpack it")
     member: Any = archive.open(names[0])
@@ -138,24 +149,27 @@ def opened(path: Path) -> BinaryIO:
     first bytes are another compression's, an archive's or a pointer of Git LFS, and OSError."""
     with path.open("rb") as file:
         start = file.read(len(POINTER))
-    ending = path.suffix.lower()
-    found = next((each for magic, each in MAGIC.items() if start.startswith(magic)), None)
     check_pointer(path, start)
-    for magic, why in FOREIGN.items():
+    for magic, reason in FOREIGN.items():
         if start.startswith(magic):
-            raise wrong(path, why)
+            raise wrong(path, reason)
+    compression = None  # by the first bytes
+    for magic, of_magic in MAGIC.items():
+        if start.startswith(magic):
+            compression = of_magic
+    ending = path.suffix.lower()
     if ending in COMPRESSED:
         is_skipped = ending == ".zst" and start[1:4] == b"\x2a\x4d\x18"  # a frame without data
         if not start:
             raise wrong(path, f"is empty, so it is no {ending} file: was its copy cut? Remove it")
-        if found != ending and not is_skipped:
-            what = f"is compressed as {found}" if found else "is not compressed"
+        if compression != ending and not is_skipped:
+            what = f"is compressed as {compression}" if compression else "is not compressed"
             raise wrong(path, f"{what}, though its name says {ending}: rename it")
         return COMPRESSED[ending](path)
-    if found == ".zip":  # documents of office programs too
+    if compression == ".zip":  # documents of office programs too
         raise wrong(path, "is a zip archive: unpack or convert it, or name it .zip")
-    if found:
-        raise wrong(path, f"is compressed as {found}: give it a name that ends so")
+    if compression:
+        raise wrong(path, f"is compressed as {compression}: give it a name that ends so")
     return path.open("rb")
 
 
@@ -175,7 +189,10 @@ def encoding_of(start: bytes, given: str | None) -> str:
     its byte-order mark, else UTF-8."""
     if given:
         return given
-    return next((name for mark, name in MARKS if start.startswith(mark)), "utf-8")
+    for mark, name in MARKS:
+        if start.startswith(mark):
+            return name
+    return "utf-8"
 
 
 def text_blocks(
@@ -205,24 +222,26 @@ def text_blocks(
                         f" UTF-16 without a byte-order mark has. {advice}",
                     )
                 position += len(data)
-                if is_first:
-                    text, is_first = text.removeprefix("\ufeff"), not text
+                if is_first and text:
+                    text, is_first = text.removeprefix("\ufeff"), False
                 if text:
                     yield text
                 if not data:
                     return
                 data = file.read(size)
     except (OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile, RuntimeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise wrong(path, f"cannot be read: {why}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise wrong(path, f"cannot be read: {reason}") from error
 
 
 def _no_text(
     path: Path, start: int, error: UnicodeDecodeError, given: str | None, advice: str
 ) -> InputError:
     """Returns the error for bytes that are no text; `start`: of the decoded block in the file."""
-    at = error.object[error.start : error.start + 1].hex()
-    where = f"byte {start + error.start}{f' (0x{at})' if at else ''}"
+    where = f"byte {start + error.start}"
+    byte = error.object[error.start : error.start + 1].hex()
+    if byte:
+        where += f" (0x{byte})"
     if given:
         return wrong(path, f"is not in data.source.encoding {given}: {where}, {error.reason}")
     return wrong(path, f"is not in UTF-8: {where}, {error.reason}. {advice}")

@@ -1,6 +1,9 @@
 """Reads JSON: one value per line, or the elements of one array, which is not held in memory as a
 whole. What is no JSON is refused with the line and the reason as people know it: an object over
-several lines, several in one line, a comma too many, a cut file."""
+several lines, several in one line, a comma too many, a cut file.
+
+`json_values` finds the encoding (files.py), then whether the file is an array (`_is_array`), and
+reads its elements (`_elements`) or its lines (`_lines`)."""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .files import encoding_of, opened, text_blocks, wrong
 
@@ -22,12 +26,12 @@ ONE_PER_LINE = "write one object per line, as by `jq -c .`"
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Returns an object; refuses two values of one key, of which Python would keep the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+        twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r} is in one object twice")
-    return found
+    return value
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)
@@ -41,15 +45,19 @@ def json_values(path: Path) -> Iterator[object]:
     if "\0" in start.decode(encoding_of(start, None), errors="replace"):
         raise wrong(path, f"is UTF-16 without a byte-order mark, or binary. {ADVICE}")
     encoding = encoding_of(start, None)
-    yield from _elements(path) if _is_array(path, encoding) else _lines(path, encoding)
+    if _is_array(path, encoding):
+        yield from _elements(path)
+    else:
+        yield from _lines(path, encoding)
 
 
 def _is_array(path: Path, encoding: str) -> bool:
     """Whether the first character of a file that is neither blank nor its mark opens an array."""
     with io.TextIOWrapper(opened(path), encoding, errors="replace") as file:
-        while text := file.read(2**12):
-            if found := text.removeprefix("\ufeff").lstrip():
-                return found[0] == "["
+        while block := file.read(2**12):
+            text = block.removeprefix("\ufeff").lstrip()
+            if text:
+                return text[0] == "["
     return False
 
 
@@ -95,9 +103,10 @@ def _reason(number: int, line: str, error: json.JSONDecodeError, is_last: bool) 
         return "has lines that end with CR alone: convert it, as by `tr '\\r' '\\n'`"
     if error.msg.startswith("Extra data") and rest[:1] in ("{", "["):
         return f"has several values in line {number}: {ONE_PER_LINE}"
-    if _is_cut(line.rstrip(), error) and is_last:
+    is_cut = _is_cut(line.rstrip(), error)
+    if is_cut and is_last:
         return f"ends within the value of line {number}: the file is cut"
-    if _is_cut(line.rstrip(), error):
+    if is_cut:
         return f"has a value that does not end in line {number}, where it starts: {ONE_PER_LINE}"
     return f"is no JSON in line {number}, column {error.colno}: {error.msg}"
 
@@ -121,8 +130,8 @@ def _elements(path: Path) -> Iterator[object]:
         return f"line {lines + buffer.count(chr(10), 0, at)}"
 
     while True:
-        found = BLANK.match(buffer, at)
-        at = found.end() if found else at
+        blank: Any = BLANK.match(buffer, at)  # it matches "" too
+        at = blank.end()
         if at == len(buffer):
             lines += buffer.count("\n")
             buffer, at = next(blocks, ""), 0
@@ -146,7 +155,9 @@ def _elements(path: Path) -> Iterator[object]:
             try:
                 value, at = DECODER.raw_decode(buffer, at)
             except json.JSONDecodeError as error:
-                more = _more(blocks, len(buffer) - at) if _is_cut(buffer, error) else ""
+                more = ""
+                if _is_cut(buffer, error):
+                    more = _more(blocks, len(buffer) - at)
                 if more:
                     lines += buffer.count("\n", 0, at)
                     buffer, at = buffer[at:] + more, 0
@@ -165,7 +176,10 @@ def _elements(path: Path) -> Iterator[object]:
 
 def _more(blocks: Iterator[str], size: int) -> str:
     """Returns as much text again as there is, so that a long element is tried a few times."""
-    found: list[str] = []
-    while sum(map(len, found)) < size and (text := next(blocks, "")):
-        found.append(text)
-    return "".join(found)
+    more = ""
+    while len(more) < size:
+        block = next(blocks, "")
+        if not block:
+            break
+        more += block
+    return more

@@ -13,7 +13,7 @@ has no row of a position without reading all before, which a resume on other ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -51,12 +51,12 @@ class Mixture(Source):
         if len(kinds) > 1:
             what = "conversations and plain text, or preferences besides, or ratings"
             raise InputError(f"data.source.sources has {what}: train on one after the other")
-        values = [*self.weights.values()]
+        values = list(self.weights.values())
         if self.weights.keys() != self.sources.keys() or not any(values) or min(values) < 0:
-            each = (
-                f"give each of {', '.join(self.sources)} a number of at least 0, and not 0 to all"
+            raise InputError(
+                f"data.source.weights is {self.weights}: give each of {', '.join(self.sources)} a"
+                " number of at least 0, and not 0 to all"
             )
-            raise InputError(f"data.source.weights is {self.weights}: {each}")
 
     def parts(self) -> dict[str, Source]:
         return self.sources
@@ -66,7 +66,10 @@ class Mixture(Source):
             yield from source.documents()
 
     def files(self) -> list[Path]:
-        return [path for source in self.sources.values() for path in source.files()]
+        files: list[Path] = []
+        for source in self.sources.values():
+            files += source.files()
+        return files
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         for source in self.sources.values():
@@ -91,22 +94,23 @@ class MixtureOrder:
     seed: int  # of the shuffles
 
     def __post_init__(self) -> None:
-        starts = np.cumsum([0, *self.sizes.values()]).tolist()
-        self._starts = dict(zip(self.sizes, starts, strict=False))
-        self._rows = {}
-        for (
-            name,
-            size,
-        ) in self.sizes.items():  # a source's order depends on its name, not on the other sources
-            self._rows[name] = lru_cache(maxsize=2)(
-                partial(shuffled, size, self.seed, crc32(name.encode()))
-            )
-        self._block, self._first = np.zeros(0, dtype=np.int64), 0  # the newest, and its position
+        self._starts: dict[str, int] = {}  # the first row of each source
+        self._rows: dict[str, Callable[[int], np.ndarray]] = {}  # its order in an epoch
+        start = 0
+        for name, size in self.sizes.items():
+            self._starts[name] = start
+            start += size
+            # a source's order depends on its name, not on the other sources
+            order = partial(shuffled, size, self.seed, crc32(name.encode()))
+            self._rows[name] = lru_cache(maxsize=2)(order)
+        self._block = np.zeros(0, dtype=np.int64)  # rows of the newest block
+        self._first = 0  # its first position
 
     def __call__(self, position: int) -> int:
         if not 0 <= position - self._first < len(self._block):
             number = self._number(position)
-            self._block, self._first = self._rows_of_block(number), self._start(number)
+            self._block = self._rows_of_block(number)
+            self._first = self._start(number)
         return int(self._block[position - self._first])
 
     def given(self, name: str, position: int) -> int:
@@ -122,21 +126,29 @@ class MixtureOrder:
 
     def epochs(self, position: int) -> dict[str, float]:
         """Returns how often each source was read, as metrics."""
-        sizes = self.sizes.items()
-        return {f"data/{name}/epochs": self.given(name, position) / size for name, size in sizes}
+        metrics = {}
+        for name, size in self.sizes.items():
+            metrics[f"data/{name}/epochs"] = self.given(name, position) / size
+        return metrics
 
     def resume(self, changes: list[tuple[int, Weights]], position: int) -> None:
         """Continues a run that had these changes: other weights take effect at the next block."""
-        weights, self.changes = self.changes[-1][1], [(start, before) for start, before in changes]
+        _, weights = self.changes[-1]  # those of the present configuration
+        self.changes = [(start, before) for start, before in changes]  # as tuples
         if weights != self.changes[-1][1]:
-            at = (self._number(max(0, position - 1)) + 1) * BLOCK if position else 0
+            at = 0
+            if position:
+                newest = self._number(position - 1)  # the block that was read last
+                at = (newest + 1) * BLOCK
             self.changes = [change for change in self.changes if change[0] < at]
             self.changes.append((at, weights))
         self._block = self._block[:0]
 
     def _start(self, block: int) -> int:
         """Returns the block's first position."""
-        names = {name for _, weights in self.changes for name in weights}
+        names: set[str] = set()  # a change may add a source
+        for _, weights in self.changes:
+            names.update(weights)
         return sum(self.given(name, block * BLOCK) for name in names)
 
     def _number(self, position: int) -> int:
@@ -151,12 +163,14 @@ class MixtureOrder:
     def _rows_of_block(self, block: int) -> np.ndarray:
         rows: list[list[int]] = []  # of each source, in its order
         for name, size in self.sizes.items():
-            rows.append([])
-            end = self.given(name, (block + 1) * BLOCK)
-            for sample in range(self.given(name, block * BLOCK), end):
+            of_source = []
+            start, end = self.given(name, block * BLOCK), self.given(name, (block + 1) * BLOCK)
+            for sample in range(start, end):
                 epoch, at = divmod(sample, size)
-                rows[-1].append(self._starts[name] + int(self._rows[name](epoch)[at]))
-        sources = np.repeat(range(len(rows)), [*map(len, rows)])
+                order = self._rows[name](epoch)
+                of_source.append(self._starts[name] + int(order[at]))
+            rows.append(of_source)
+        sources = np.repeat(range(len(rows)), list(map(len, rows)))
         sources = np.random.default_rng((self.seed, block)).permutation(sources)
         order = np.zeros(len(sources), dtype=np.int64)
         for source, numbers in enumerate(rows):

@@ -31,28 +31,28 @@ def matching(patterns: list[str]) -> list[Path]:
     Raises InputError if a pattern matches no file."""
     found: dict[str, str] = {}  # by the file itself: links may give it several names
     for pattern in patterns:
-        names = (
-            _copied(pattern)
-            if "://" in pattern
-            else glob.iglob(str(Path(pattern).expanduser()), recursive=True)
-        )
-        names = [*names]
-        if lost := sorted(name for name in names if _is_broken_link(name)):
+        if "://" in pattern:
+            names = _copied(pattern)
+        else:
+            names = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+        broken = sorted(name for name in names if _is_broken_link(name))
+        if broken:
             raise InputError(
-                f"data.source.paths has {pattern!r}, which matches the link {lost[0]} to a file"
+                f"data.source.paths has {pattern!r}, which matches the link {broken[0]} to a file"
                 " that does not exist: restore the file, or remove the link"
             )
-        files = filter(os.path.isfile, names)
-        names = {os.path.realpath(path): path for path in sorted(files, reverse=True)}
-        if not names:
-            is_folder = Path(pattern).is_dir()
-            hint = f"; a folder is written {pattern.rstrip('/')}/**/*" if is_folder else ""
+        files = sorted(filter(os.path.isfile, names))
+        if not files:
+            hint = ""
+            if Path(pattern).is_dir():
+                hint = f"; a folder is written {pattern.rstrip('/')}/**/*"
             raise InputError(
                 f"data.source.paths has {pattern!r}, which matches no file, seen from {Path.cwd()}:"
                 f" give files or glob patterns{hint}"
             )
-        found = names | found
-    return [Path(path) for path in sorted(found.values())]
+        for name in files:
+            found.setdefault(os.path.realpath(name), name)
+    return [Path(name) for name in sorted(found.values())]
 
 
 def _is_broken_link(name: str) -> bool:
@@ -74,11 +74,9 @@ def _copied(pattern: str) -> list[str]:
             " environment"
         )
     protocol = pattern.partition("://")[0]
-    cache = Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dist_template", "data"
-    )
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     copies = {
-        "cache_storage": str(cache / protocol),
+        "cache_storage": str(Path(caches, "dist_template", "data", protocol)),
         "check_files": True,
         "cache_mapper": partial(quote, safe=""),
     }
@@ -95,10 +93,12 @@ def _copied(pattern: str) -> list[str]:
 def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
     """Yields the records of a file: .parquet, with those columns of `fields` that it has; else
     JSON."""
-    is_table = path.suffix.lower() == ".parquet"
     number = 0
     try:
-        records = _rows(path, fields) if is_table else _objects(path, json_values(path), fields)
+        if path.suffix.lower() == ".parquet":
+            records = _rows(path, fields)
+        else:
+            records = _objects(path, json_values(path), fields)
         for number, record in enumerate(records, start=1):
             yield f"{path}:{number}", record
     except InputError:
@@ -110,26 +110,26 @@ def records_of(path: Path, fields: Collection[str]) -> Iterator[Named]:
 def _objects(path: Path, records: Iterator[object], fields: Collection[str]) -> Iterator[Record]:
     """Yields records, which have to be objects. The only one of a file may be an object around
     the records, such as {"data": [...]}: it is refused with its key."""
-    before = None
+    kept = None  # the first, until it is known whether another follows
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):
             raise wrong(f"{path}:{number}", f"is no JSON object but {kind_of(record)}")
-        if number == 1 and not record.keys() & {*fields}:
-            before = record  # kept until it is known whether another follows
+        if number == 1 and record.keys().isdisjoint(fields):
+            kept = record
             continue
-        if before is not None:
-            yield before
-            before = None
+        if kept is not None:
+            yield kept
+            kept = None
         yield record
-    if before is not None:
-        for key, value in before.items():
+    if kept is not None:
+        for key, value in kept.items():
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 raise wrong(
                     path,
                     f"is one object, whose {key!r} holds {len(value)} records: write them alone, as"
                     f" by `jq -c '.[\"{key}\"][]' {path.name}`",
                 )
-        yield before
+        yield kept
 
 
 def kind_of(value: object) -> str:
@@ -139,8 +139,11 @@ def kind_of(value: object) -> str:
         bool: "true or false",
         int: "a number",
         float: "a number",
+        list: "a list",
+        dict: "an object",
+        bytes: "bytes",
+        type(None): "null",
     }
-    names |= {list: "a list", dict: "an object", bytes: "bytes", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 
 
@@ -152,7 +155,9 @@ def _rows(path: Path, fields: Collection[str]) -> Iterator[Record]:
         check_pointer(path, file.read(100))
     table = parquet.ParquetFile(path)
     columns = [name for name in table.schema_arrow.names if name in fields]
-    for batch in table.iter_batches(batch_size=TABLE_ROWS, columns=columns or None):
+    if not columns:
+        columns = None  # all, so that the error for a record names them
+    for batch in table.iter_batches(batch_size=TABLE_ROWS, columns=columns):
         yield from batch.to_pylist()
 
 
@@ -169,9 +174,9 @@ def hub_records(name: str, config: str | None, split: str, revision: str | None)
         for number, record in enumerate(records, start=1):
             yield f"{name}:{number}", record
     except Exception as error:
-        why = why_not_loaded(name, error, options=" --repo-type dataset")
-        if "cannot be reached" in why:
-            raise wrong(name, f"cannot be read: {why}") from error
+        reason = why_not_loaded(name, error, options=" --repo-type dataset")
+        if "cannot be reached" in reason:
+            raise wrong(name, f"cannot be read: {reason}") from error
         raise unreadable(name, error) from error
 
 
