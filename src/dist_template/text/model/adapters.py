@@ -80,10 +80,11 @@ def add_adapters(model: Any, config: AdapterConfig) -> PreTrainedModel:
             " null"
         )
     check_least("model.adapter", rank=(config.rank, 1), dropout=(config.dropout, 0.0))
-    known = {name for name, module in model.named_modules() if [*module.parameters()]}
+    known = {name for name, module in model.named_modules() if list(module.parameters())}
     trained: list[nn.Module] = []
     for wanted in config.trainable:
-        trained += map(model.get_submodule, _matching("trainable", wanted, known))
+        for name in _matching("trainable", wanted, known):
+            trained.append(model.get_submodule(name))
     if is_reward_model(model):
         trained.append(model.get_submodule(HEAD))  # it is new
     modules, parameters = _targets(model, config)
@@ -136,36 +137,47 @@ def _targets(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], 
         for name, layer in layers.items():
             if stacked and _short(name) in OF_EXPERTS:
                 linear.discard(name)
-            for sign, read in ONLY_READ.items():
+            for sign, only_read in ONLY_READ.items():
                 if hasattr(layer, sign):
-                    linear.difference_update(f"{name}.{each}" for each in read)
-        others, names = set(map(_short, layers.keys() - linear)), set[str]()
+                    for inner in only_read:
+                        linear.discard(f"{name}.{inner}")
+        # peft takes a short name for all modules that end with it
+        ends_of_others = {_short(name) for name in layers.keys() - linear}
+        names = set[str]()
         for name in linear:
-            names.add(name if _short(name) in others else _short(name))
+            short = _short(name)
+            names.add(name if short in ends_of_others else short)
         return sorted(names), sorted(set(map(_short, stacked)))
     modules: list[str] = []
     parameters: list[str] = []
     for target in config.targets:
-        found = _matching("targets", target, linear | stacked)
-        (modules if linear.intersection(found) else parameters).append(target)
+        matched = _matching("targets", target, linear | stacked)
+        if linear.isdisjoint(matched):
+            parameters.append(target)
+        else:
+            modules.append(target)
     return modules, parameters
 
 
 def _short(name: str) -> str:
     """Returns the last part of a name, or the full name if other layers end with it (0, weight)."""
     last = name.rpartition(".")[2]
-    return name if last.isdigit() or last == "weight" else last
+    if last.isdigit() or last == "weight":
+        return name
+    return last
 
 
 def _matching(key: str, wanted: str, names: set[str]) -> list[str]:
     """Returns the names that are `wanted` or end with it, such as layers.0.self_attn.q_proj."""
-    found = [name for name in names if f".{name}".endswith(f".{wanted}")]
-    if not found:
+    matched = [name for name in names if f".{name}".endswith(f".{wanted}")]
+    if not matched:
         short = sorted({name.rpartition(".")[2] for name in names if name})
-        near = difflib.get_close_matches(wanted, short, n=3, cutoff=0.4) or short[:5]
+        near = difflib.get_close_matches(wanted, short, n=3, cutoff=0.4)
+        if not near:
+            near = short[:5]
         known = f"the nearest names: {', '.join(near) or 'none'}"
         raise InputError(f"model.adapter.{key} has {wanted!r}, which this model does not; {known}")
-    return found
+    return matched
 
 
 def _rewrite_plans(model: PreTrainedModel) -> None:
@@ -178,32 +190,43 @@ def _rewrite_plans(model: PreTrainedModel) -> None:
             continue
         path = INDEX.sub(".*", name)
         a, b = f"{path}.lora_A.default", f"{path}.lora_B.default"
-        if inner := wrappers_of_parameters(module):
+        wrappers = wrappers_of_parameters(module)
+        if wrappers:  # stacked experts: one wrapper around the other for each parameter
             outer = re.sub(r"(\.base_layer)+$", "", path)
-            base = path + ".base_layer" * len(inner)
+            base = path + ".base_layer" * len(wrappers)
             for plan in (tp_plan, ep_plan):
-                for rule in [*plan]:
+                for rule in list(plan):
                     owner, _, last = rule.rpartition(".")
                     if owner == outer:
                         plan[f"{base}.{last}"] = plan.pop(rule)
-            matrix, rank = f"{base}.{inner[0].parameter_name}", inner[0].r["default"]
-            if (style := tp_plan.get(matrix)) and style != PACKED:
-                tp_plan[f"{a if style == 'rowwise' else b}.weight"] = style
-            if style := ep_plan.get(matrix):
-                ep_plan |= {f"{a}.weight": style, f"{b}.weight": register_expert_adapters(rank)}
+            matrix = f"{base}.{wrappers[0].parameter_name}"
+            style = tp_plan.get(matrix)
+            if style and style != PACKED:
+                sharded = a if style == "rowwise" else b
+                tp_plan[f"{sharded}.weight"] = style
+            style = ep_plan.get(matrix)
+            if style:
+                rank = wrappers[0].r["default"]
+                ep_plan[f"{a}.weight"] = style
+                ep_plan[f"{b}.weight"] = register_expert_adapters(rank)
         else:
             style = tp_plan.get(path) or ""
             if style.startswith(("colwise", "packed", "rowwise")):
                 del tp_plan[path]
+                sharded = a if style.startswith("rowwise") else b
                 tp_plan[f"{path}.base_layer"] = style
-                tp_plan[a if style.startswith("rowwise") else b] = style
+                tp_plan[sharded] = style
     model.tp_plan, model.ep_plan = tp_plan, ep_plan
 
 
 def proof_axes(config: AdapterConfig) -> list[str]:
     """Names adapters in the table of proven models: "lora", with the values that differ."""
-    default, others = AdapterConfig(), []
+    default = AdapterConfig()
+    others = []
     for key in ("targets", "dora", "trainable", "quantize"):  # each value needs its own proof
-        if (value := getattr(config, key)) != getattr(default, key):
+        value = getattr(config, key)
+        if value != getattr(default, key):
             others.append(f"{key} {value}")
-    return ["lora with " + ", ".join(others)] if others else ["lora"]
+    if others:
+        return ["lora with " + ", ".join(others)]
+    return ["lora"]

@@ -45,6 +45,8 @@ SIZES = {
     "num_attention_heads": (0, 2**20),
 }
 EXTRA = "extra"  # key of model.architecture
+# where code reads a key: config.key, text_config.key, getattr(config, "key", kwargs.pop("key"
+READS = re.compile(r'(?:\b(?:text_)?config(?:\.|, ")|kwargs\.(?:pop|get)\(")(\w+)')
 # what may differ from pretrained weights
 ROPE, POSITIONS = ("rope_parameters", "max_position_embeddings")
 
@@ -81,9 +83,9 @@ def causal_lm_config(
             config = _with_rope(config, architecture, data.seq_len)
         stops = _ids(config.eos_token_id)
         if data.eos_token_id not in stops:  # the tokenizer ends documents or answers with it
-            config.eos_token_id = [*stops, data.eos_token_id]
+            config.eos_token_id = stops + [data.eos_token_id]
         return set_attention(config, attention)
-    fields = {POSITIONS: data.seq_len, **checked_fields(architecture)}
+    fields = {POSITIONS: data.seq_len} | checked_fields(architecture)
     fields["eos_token_id"] = data.eos_token_id
     fields["bos_token_id"] = getattr(data, "bos_token_id", data.eos_token_id)
     fields["vocab_size"] = data.vocab_size
@@ -111,13 +113,13 @@ def _check_quantization(config: PreTrainedConfig, pretrained: str) -> None:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     given = getattr(config, "quantization_config", None)
-    if (
-        isinstance(given, dict)
-        and given.get("quant_method") not in AUTO_QUANTIZATION_CONFIG_MAPPING
-    ):
+    if not isinstance(given, dict):
+        return
+    method = given.get("quant_method")
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise InputError(
             f"model.pretrained {pretrained!r} cannot be loaded: its quantization_config has the"
-            f" method {given.get('quant_method')!r}, which transformers does not know"
+            f" method {method!r}, which transformers does not know"
         )
 
 
@@ -133,19 +135,17 @@ def _with_rope(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     before, rope = getattr(config, ROPE, None) or {}, architecture[ROPE]
-    kinds = sorted({"default", *ROPE_INIT_FUNCTIONS})
-    if (
-        "rope_theta" not in before
-        or not isinstance(rope, dict)
-        or rope.get("rope_type") not in kinds
-    ):
+    kinds = sorted({"default"}.union(ROPE_INIT_FUNCTIONS))
+    is_known = isinstance(rope, dict) and rope.get("rope_type") in kinds
+    if "rope_theta" not in before or not is_known:
         raise InputError(
             f"model.architecture.{ROPE} is {rope}, and the weights of model.pretrained have"
             f" {before}: give `rope_type`, one of {', '.join(kinds)}, and its keys, for weights"
             " with one such set"
         )
     for key in sorted(architecture.keys() - {ROPE, POSITIONS}):
-        if (own := getattr(config, key, None)) != architecture[key]:
+        own = getattr(config, key, None)
+        if own != architecture[key]:
             raise InputError(
                 f"model.architecture.{key} is {architecture[key]!r}, and the weights of"
                 f" model.pretrained have {own!r}: only {ROPE} and {POSITIONS} may differ from"
@@ -155,10 +155,9 @@ def _with_rope(
     kept = {key: before[key] for key in ("rope_theta", "partial_rotary_factor") if key in before}
     if rope.get("rope_type") in ("llama3", "longrope", "yarn"):
         kept[f"original_{POSITIONS}"] = before.get(f"original_{POSITIONS}", trained)
-    fields = config.to_dict() | {
-        POSITIONS: architecture.get(POSITIONS, max(trained, seq_len)),
-        ROPE: kept | rope,
-    }
+    fields = config.to_dict()
+    fields[POSITIONS] = architecture.get(POSITIONS, max(trained, seq_len))
+    fields[ROPE] = kept | rope
     try:
         return type(config).from_dict(fields)
     except Exception as error:  # each architecture refuses in its own way
@@ -173,7 +172,9 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
 
     kind = auto_class(config)
     is_meta = torch.get_default_device().type == "meta"
-    published = _published(pretrained, kind, config) if pretrained and is_recording() else None
+    published: PublishedWeights | None = None
+    if pretrained and is_recording():
+        published = _published(pretrained, kind, config)
     if pretrained and not is_meta:
         try:
             model: Any = kind.from_pretrained(
@@ -195,24 +196,29 @@ def causal_lm(config: PreTrainedConfig, pretrained: str | None, vocab_size: int)
             model = kind.from_config(config, dtype=torch.float32)
         except Exception as error:  # each architecture fails in its own way
             # after an error on the meta device, place() may build it in full
-            if is_out_of_memory(error) or is_meta and isinstance(error, RuntimeError):
+            may_be_built = is_meta and isinstance(error, RuntimeError)
+            if may_be_built or is_out_of_memory(error):
                 raise
             what = f"model.architecture with model_type {config.model_type!r} cannot be built"
             raise InputError(f"{what}: {type(error).__name__}: {reason(error)}") from error
         _fill_hash_tables(model)
-    if published and (missing := published.write_into(model)):
-        if len(missing) == len(model.state_dict()):
-            why = f"its files have none of the model's {len(missing)} tensors, as {missing[0]}"
-            raise InputError(f"model.pretrained {pretrained!r} cannot be loaded: {why}")
-        _note(
-            f"{pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from"
-            " random values"
-        )
+    if published is not None:
+        missing = published.write_into(model)
+        if missing and len(missing) == len(model.state_dict()):
+            raise InputError(
+                f"model.pretrained {pretrained!r} cannot be loaded: its files have none of the"
+                f" model's {len(missing)} tensors, as {missing[0]}"
+            )
+        if missing:
+            _note(
+                f"{pretrained} has no {missing[0]} ({len(missing)} such tensors): they start from"
+                " random values"
+            )
     if pretrained and model.can_generate():  # not with the weights, which are read later
         with contextlib.suppress(OSError):  # there is no generation_config.json
             model.generation_config = GenerationConfig.from_pretrained(pretrained)
-        stops = [*_ids(model.generation_config.eos_token_id), *_ids(config.eos_token_id)]
-        model.generation_config.eos_token_id = list(dict.fromkeys(stops))
+        stops = _ids(model.generation_config.eos_token_id) + _ids(config.eos_token_id)
+        model.generation_config.eos_token_id = list(dict.fromkeys(stops))  # each once
     return model
 
 
@@ -225,13 +231,14 @@ def read_modules(model: Any, pretrained: str) -> None:
         raise InputError(
             f"model.mtp: {pretrained} has quantized weights: set null, or give weights in 16 bits"
         )
-    published = _published(pretrained, auto_class(model.config, with_modules=True), model.config)
-    if missing := published.write_into(model, f"{MTP}.layers."):
-        what = (
+    kind = auto_class(model.config, with_modules=True)
+    published = _published(pretrained, kind, model.config)
+    missing = published.write_into(model, f"{MTP}.layers.")
+    if missing:
+        _note(
             f"{pretrained} has no weights of modules that predict later tokens ({missing[0]},"
-            f" {len(missing)} in all)"
+            f" {len(missing)} in all): they start from random values"
         )
-        _note(f"{what}: they start from random values")
 
 
 @cache
@@ -248,10 +255,10 @@ def _fill_hash_tables(model: nn.Module) -> None:
     to the first expert."""
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):
-            num = len(model.get_parameter(name.replace("tid2eid", "weight")))
-            table.copy_(
-                torch.rand(len(table), num, device=table.device).topk(table.shape[1]).indices
-            )
+            num_experts = len(model.get_parameter(name.replace("tid2eid", "weight")))
+            # the largest of random numbers are as many different experts
+            numbers = torch.rand(len(table), num_experts, device=table.device)
+            table.copy_(numbers.topk(table.shape[1]).indices)
 
 
 def freeze_untrained(model: nn.Module) -> list[str]:
@@ -259,19 +266,21 @@ def freeze_untrained(model: nn.Module) -> list[str]:
     returns their names: no gradient reaches them, for which DDP stops and ZeRO decays their
     weights. transformers (5.23) has no loss of the indexers of DeepSeek-V3.2, V4 and GLM-5, which
     choose the attended tokens."""
-    found: list[str] = []
+    frozen: list[str] = []
     for name, module in model.named_modules():
-        forward: Any = type(module).forward
-        cells = getattr(forward, "__closure__", None) or ()
-        is_without = any(
-            isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad)
-            for cell in cells
-        )
-        is_without |= getattr(forward, "__annotations__", {}).get("return") is torch.LongTensor
-        if is_without and any(True for _ in module.parameters()):
+        has_no_gradient = _is_without_gradient(type(module).forward)
+        if has_no_gradient and list(module.parameters()):
             module.requires_grad_(False)
-            found.append(name)
-    return found
+            frozen.append(name)
+    return frozen
+
+
+def _is_without_gradient(forward: Any) -> bool:
+    # torch.no_grad, as a decorator, is kept in the closure of the function that it returns
+    for cell in getattr(forward, "__closure__", None) or ():
+        if isinstance(getattr(cell.cell_contents, "__self__", None), torch.no_grad):
+            return True
+    return getattr(forward, "__annotations__", {}).get("return") is torch.LongTensor
 
 
 def _published(name: str, kind: Any, config: PreTrainedConfig) -> PublishedWeights:
@@ -288,20 +297,24 @@ def auto_class(config: PreTrainedConfig, with_modules: bool = False) -> Any:
     `with_modules`, its `from_config` adds the modules of multi-token prediction."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    kind: Any = (
-        AutoModelForSequenceClassification if has_reward_head(config) else AutoModelForCausalLM
-    )
-    if with_modules:
-        return SimpleNamespace(
-            from_config=lambda *given, **options: add_modules(kind.from_config(*given, **options))
-        )
-    return kind
+    kind: Any = AutoModelForCausalLM
+    if has_reward_head(config):
+        kind = AutoModelForSequenceClassification
+    if not with_modules:
+        return kind
+
+    def from_config(*args: Any, **options: Any) -> nn.Module:
+        return add_modules(kind.from_config(*args, **options))
+
+    return SimpleNamespace(from_config=from_config)
 
 
 def _ids(tokens: int | list[int] | None) -> list[int]:
     if tokens is None:
         return []
-    return [tokens] if isinstance(tokens, int) else [*tokens]
+    if isinstance(tokens, int):
+        return [tokens]
+    return list(tokens)
 
 
 def _cannot_load(name: str, error: Exception) -> InputError:
@@ -318,9 +331,8 @@ def checked_fields(architecture: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(extra, dict):
         raise InputError(f"model.architecture.{EXTRA} is {extra!r}; give keys and their values")
     kind = architecture.get("model_type")
-    if (
-        isinstance(kind, str) and kind in CONFIG_MAPPING
-    ):  # an unknown type is refused by transformers
+    # an unknown type is refused by transformers
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
         config_class = CONFIG_MAPPING[kind]
         known = {field.name for field in dataclasses.fields(config_class)}
         if fields.keys() - known:  # reading the code takes longer than the rest of the check
@@ -340,14 +352,11 @@ def _names_in_code(config_class: type[PreTrainedConfig]) -> set[str]:
     """Returns a configuration's aliases and older names, and the keys that only the model's code
     reads: Qwen3-MoE's `head_dim` is no field in transformers 5.23."""
     known = config_class.attribute_map.keys() | set(config_class.attribute_map.values())
-    code = [
-        inspect.getsource(base)
-        for base in config_class.__mro__
-        if base.__module__.startswith("transformers.")
-    ]
+    code = ""
+    for base in config_class.__mro__:
+        if base.__module__.startswith("transformers."):
+            code += inspect.getsource(base)
     model = find_spec(config_class.__module__.replace(".configuration_", ".modeling_"))
     if model and model.origin:
-        code.append(Path(model.origin).read_text(encoding="utf-8"))
-    return known | set(
-        re.findall(r'(?:\b(?:text_)?config(?:\.|, ")|kwargs\.(?:pop|get)\(")(\w+)', "".join(code))
-    )
+        code += Path(model.origin).read_text(encoding="utf-8")
+    return known.union(READS.findall(code))

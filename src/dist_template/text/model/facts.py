@@ -27,14 +27,16 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
     size = Size.of(packed)
     config, moe, blocks = text_config(model), find_experts(model), find_blocks(model)
     experts = {id(p): p.numel() for p in nn.ModuleList(moe).parameters()}
-    block = block_experts = replicated = 0
-    for each in blocks:
+    largest = largest_experts = 0  # parameters of the largest block, and those of experts in it
+    for block in blocks:
         of_block = of_experts = 0
-        for parameter in each.parameters():
+        for parameter in block.parameters():
             of_block += parameter.numel()
-            of_experts += parameter.numel() * (id(parameter) in experts)
-        if of_block > block:
-            block, block_experts = of_block, of_experts
+            if id(parameter) in experts:
+                of_experts += parameter.numel()
+        if of_block > largest:
+            largest, largest_experts = of_block, of_experts
+    replicated = 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in experts and not style_of(model, name):
             replicated += parameter.numel()
@@ -58,8 +60,8 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
         embedding=size.embedding,
         experts=sum(experts.values()),
         tp_replicates=replicated,
-        block=block,
-        block_experts=block_experts,
+        block=largest,
+        block_experts=largest_experts,
         layers=len(blocks),
         predicted=size.predicted,
         width=config.hidden_size,
@@ -74,5 +76,7 @@ def facts_of(model: PreTrainedModel, packed: nn.Module) -> tuple[Size, Facts]:
 
 def style_of(model: PreTrainedModel, name: str) -> str:
     """Returns the tensor-parallel style of a parameter or its module; `*` is a layer there."""
-    pattern, plan = re.sub(r"\.\d+(?=\.|$)", ".*", name), model.tp_plan
-    return plan.get(pattern) or plan.get(pattern.rpartition(".")[0], "")
+    plan = model.tp_plan
+    pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    owner = pattern.rpartition(".")[0]
+    return plan.get(pattern) or plan.get(owner, "")

@@ -42,7 +42,8 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
         return (inputs[0][:, :1],)
 
     def state(tensor: Tensor) -> tuple[int, int]:  # differs after every operation, without a sync
-        return tensor.data_ptr(), 0 if tensor.is_inference() else version_of(tensor)
+        version = 0 if tensor.is_inference() else version_of(tensor)
+        return tensor.data_ptr(), version
 
     def unchanged(returned: Tensor) -> Tensor:
         if len(given) != 1 or state(given[0]) != state(returned):
@@ -52,11 +53,14 @@ def without_head(model: Any) -> Generator[Callable[[Tensor], Tensor]]:
             )
         return returned
 
+    def replace(head: nn.Module, inputs: object, logits: object) -> Tensor:
+        return given[-1]
+
     head: Any = head_of(model)
     # the last hook before the layer: FSDP2's and ZeRO's have prepared the input
     before = head.register_forward_pre_hook(shorten)
     # the first hook after it: theirs get the hidden states
-    after = head.register_forward_hook(lambda *_: given[-1], prepend=True)
+    after = head.register_forward_hook(replace, prepend=True)
     try:
         yield unchanged
     finally:
@@ -90,14 +94,18 @@ class ChunkedLoss(nn.Module):
         blend: Callable[..., dict[str, Tensor]] | None = None,
     ) -> None:
         super().__init__()
-        # as submodules their weights would get second names in checkpoints
-        self._unregistered: Any = (head_of(model), head_of(teacher))
+        heads = (head_of(model), head_of(teacher))
+        # in a tuple: as submodules their weights would get second names in checkpoints
+        self._unregistered: Any = heads
         self.sums, self.size, self.blend = sums, size, blend
-        for weight in nn.ModuleList(filter(None, self._unregistered)).parameters():
-            if is_partitioned_by_zero(weight):
-                import deepspeed
+        for head in heads:
+            if head is None:
+                continue
+            for weight in head.parameters():
+                if is_partitioned_by_zero(weight):
+                    import deepspeed
 
-                deepspeed.zero.register_external_parameter(self, weight)
+                    deepspeed.zero.register_external_parameter(self, weight)
 
     def applies_to(self, labels: Tensor) -> bool:
         """Returns whether the micro-batch exceeds a chunk."""
@@ -110,16 +118,19 @@ class ChunkedLoss(nn.Module):
         """Returns sums by name of `hidden` (B, T, D), of `without_head`, and labels (B, T);
         `expected`: a teacher's."""
         head, of_teacher = self._unregistered
-        for each in (head, of_teacher):
-            if isinstance(each, FSDPModule):
+        for layer in (head, of_teacher):
+            if isinstance(layer, FSDPModule):
                 # no-op if the forward pass kept the weights (transformers' plans do)
-                each.unshard()
-        # of equal size: compiled for one shape
-        num = -(-labels.numel() // (self.size or labels.numel()))
+                layer.unshard()
+        num = 1
+        if self.size is not None:
+            num = -(-labels.numel() // self.size)
         tensors = [hidden.flatten(0, 1), labels.flatten()]
         if expected is not None:
             tensors.append(expected.flatten(0, 1))
-        chunks = zip(*(tensor[None].chunk(num, dim=1) for tensor in tensors), strict=True)
+        # of equal size, so that they are compiled for one shape: (1, N, …) of each tensor
+        of_tensors = [tensor[None].chunk(num, dim=1) for tensor in tensors]
+        chunks = zip(*of_tensors, strict=True)
         names: list[str] = []
 
         def values(part: Tensor, part_labels: Tensor, *given: Tensor) -> list[Tensor]:
@@ -146,7 +157,8 @@ def head_of(model: nn.Module | None) -> nn.Module | None:
     """Returns the output layer, or the head of a reward model; None: there is neither."""
     if model is not None and is_reward_model(model):
         return model.get_submodule(HEAD)
-    return getattr(model, "get_output_embeddings", lambda: None)()
+    get_head = getattr(model, "get_output_embeddings", None)
+    return None if get_head is None else get_head()
 
 
 def _stacked(values: list[Tensor]) -> Tensor:

@@ -41,7 +41,8 @@ def set_attention(config: PreTrainedConfig, attention: Attention | None) -> PreT
     from transformers import utils
 
     name = f"is_{attention}_available".replace("flash_attention", "flash_attn")
-    if not getattr(utils, name, lambda: True)():
+    is_available = getattr(utils, name, None)  # there is none for kernels that are part of torch
+    if is_available is not None and not is_available():
         raise InputError(
             f"model.attention {attention} needs its package and an NVIDIA GPU: set sdpa or"
             " flex_attention"
@@ -78,7 +79,8 @@ def known_documents(
                 f'flash attention and {SequenceAxis.key} > 1 need batch["{BOUNDS}"] (document'
                 " offsets): add it in the transform of data.py"
             )
-        if (positions := batch.get("position_ids")) is None:
+        positions = batch.get("position_ids")
+        if positions is None:
             yield {}
             return
         search, rows = masking_utils.find_packed_sequence_indices, positions.expand(num_rows, -1)
@@ -88,14 +90,19 @@ def known_documents(
         ):
             yield {}
         return
-    is_packed = len(bounds) > (0 if compiled else num_rows + 1)  # a shape: known on the host
-    positions = batch["position_ids"] if full is None else full
-    arguments: dict[str, object] = {} if full is None else {IS_SHARD: True}
+    # a shape, which is known on the host: with one document a row there are num_rows + 1
+    is_packed = len(bounds) > (0 if compiled else num_rows + 1)
+    positions = batch["position_ids"]
+    arguments: dict[str, object] = {}
+    if full is not None:
+        positions = full
+        arguments[IS_SHARD] = True
     if is_flash and is_packed:
         arguments |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         arguments |= {"max_length_q": seq_len, "max_length_k": seq_len}
+    search = _documents if is_packed else None
     with (
-        masks_of_all(model, positions, _documents if is_packed else None, full is not None),
+        masks_of_all(model, positions, search, full is not None),
         positions_of_documents(model, batch["position_ids"]),
     ):
         yield arguments

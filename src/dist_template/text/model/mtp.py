@@ -77,10 +77,14 @@ class Predictor(nn.Module):
                     f"model.mtp: {type(block).__name__} has {shape}: set model.mtp null"
                 )
 
-        self.given, (block, head) = given, self._ends
-        hooks = [block.register_forward_pre_hook(keep_options, with_kwargs=True)]
-        hooks += [
-            head.register_forward_pre_hook(lambda _, inputs: (self(inputs[0]),), prepend=True)
+        def extend(head: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (self(inputs[0]),)
+
+        self.given = given
+        block, head = self._ends
+        hooks = [
+            block.register_forward_pre_hook(keep_options, with_kwargs=True),
+            head.register_forward_pre_hook(extend, prepend=True),
         ]
         for layer in self.layers.children():  # on the first stage of a pipeline, none
             hooks.append(layer.get_submodule("mtp_block").register_forward_hook(_hidden_alone))
@@ -94,10 +98,10 @@ class Predictor(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Maps hidden states (B, T, W) to (B + B D, T, W): these, and what each module makes of
         them."""
-        found = [hidden]
+        states = [hidden]
         for layer, tokens in zip(self.layers, self.given, strict=True):
-            found.append(layer(self.embed_tokens(tokens), found[-1], **self.options))
-        return torch.cat(found)
+            states.append(layer(self.embed_tokens(tokens), states[-1], **self.options))
+        return torch.cat(states)
 
 
 def _hidden_alone(block: nn.Module, inputs: Any, output: Any) -> Any:
@@ -112,66 +116,68 @@ def add_modules(model: Any) -> nn.Module:
     config = getattr(model, "config", None)
     number = getattr(config, "num_mtp_layers", None) or 0
     if number < 1:
-        where = (
-            "in model.architecture or the config.json of model.pretrained, and a model type that"
-            " has it"
+        raise InputError(
+            "model.mtp needs num_mtp_layers of 1 or more, in model.architecture or the config.json"
+            " of model.pretrained, and a model type that has it"
         )
-        raise InputError(f"model.mtp needs num_mtp_layers of 1 or more, {where}")
-    for name in (
-        "layer_types",
-        "mlp_layer_types",
-    ):  # unless the architecture names others, a module has the last block
-        if (kinds := getattr(config, name, None)) and not getattr(config, f"mtp_{name}", None):
+    # unless the architecture names others, a module has the last block's kind
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds and not getattr(config, f"mtp_{name}", None):
             setattr(config, f"mtp_{name}", kinds[-1:] * number)
     model.add_module(NAME, Predictor(model, number))
     model.predicted_ahead = number  # model/flops.py
-    names = {each: name for name, each in model.named_modules()}
-    blocks, embedding = (
-        names[find_blocks(model)[0]].removesuffix("0"),
-        names[model.get_input_embeddings()],
-    )
-    parts = {
-        name for pairs in (model.named_modules(), model.named_parameters()) for name, _ in pairs
-    }
-    # transformers warns of a rule for none
-    parts = {re.sub(r"\.\d+", ".*", name) for name in parts}
+    _extend_plans(model)
+    return model
+
+
+def _extend_plans(model: Any) -> None:
+    """Gives the modules the rules of the model's blocks and embedding."""
+    names = {module: name for name, module in model.named_modules()}
+    blocks = names[find_blocks(model)[0]].removesuffix("0") + "*"
+    embedding = names[model.get_input_embeddings()]
+    parts = set[str]()
+    for named in (model.named_modules(), model.named_parameters()):
+        for name, _ in named:
+            parts.add(re.sub(r"\.\d+", ".*", name))
     for plan in PLANS:
         rules = dict(getattr(model, plan, None) or {})
-        for name, style in [*rules.items()]:
-            own = name.replace(f"{blocks}*", f"{NAME}.layers.*.mtp_block")
-            if name.startswith(f"{blocks}*") and own in parts:
+        for name, style in list(rules.items()):
+            own = name.replace(blocks, f"{NAME}.layers.*.mtp_block")
+            if name.startswith(blocks) and own in parts:  # transformers warns of a rule for none
                 rules[own] = style
             elif name == embedding:
                 rules[f"{NAME}.embed_tokens"] = style
         setattr(model, plan, rules)
-    return model
 
 
 def published(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Converts tensors to the names and layouts of published files: MTP modules follow the model's
     layers, each with a copy of the embedding and of the output layer, as transformers, vLLM and
     SGLang read them."""
-    found, modules = compat.to_published(model, tensors), getattr(model, NAME, None)
+    converted, modules = compat.to_published(model, tensors), getattr(model, NAME, None)
     if modules is None:
-        return found
-    names = {id(each): f"{name}.weight" for name, each in model.named_modules()}
+        return converted
+    names = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     embedding, head = names[id(model.get_input_embeddings())], names[id(head_of(model))]
-    copies = {
-        "embed_tokens": embedding,
-        "shared_head.head": embedding if model.config.tie_word_embeddings else head,
-    }
-    block, first = f"{model.base_model_prefix}.layers.{{}}.{{}}", model.config.num_hidden_layers
+    if model.config.tie_word_embeddings:  # the files have one tensor for both
+        head = embedding
+    first = model.config.num_hidden_layers
+
+    def name_of(k: int, part: str) -> str:
+        return f"{model.base_model_prefix}.layers.{first + k}.{part}"
+
     result: dict[str, Tensor] = {}
-    for name, tensor in found.items():
-        if own := re.fullmatch(rf"{NAME}\.layers\.(\d+)\.(?:mtp_block\.)?(.*)", name):
-            name = block.format(
-                first + int(own[1]), own[2].replace("post_norm.", "shared_head.norm.")
-            )
+    for name, tensor in converted.items():
+        own = re.fullmatch(rf"{NAME}\.layers\.(\d+)\.(?:mtp_block\.)?(.*)", name)
+        if own:
+            name = name_of(int(own[1]), own[2].replace("post_norm.", "shared_head.norm."))
         result[name] = tensor
         for k in range(modules.depth):
-            for copied, shared in copies.items():
-                if shared == name:
-                    result[block.format(first + k, f"{copied}.weight")] = tensor
+            if name == embedding:
+                result[name_of(k, "embed_tokens.weight")] = tensor
+            if name == head:
+                result[name_of(k, "shared_head.head.weight")] = tensor
     return result
 
 
@@ -181,7 +187,8 @@ def names_to_save(model: Any) -> list[str]:
     if modules is None:
         return compat.names_to_save(model)
     # transformers refuses what it has not tied itself
-    shared, modules.embed_tokens = (modules.embed_tokens, None)
+    shared = modules.embed_tokens
+    modules.embed_tokens = None
     try:
         return compat.names_to_save(model)
     finally:
@@ -191,11 +198,15 @@ def names_to_save(model: Any) -> list[str]:
 def name_in_model(key: str, config: Any) -> str | None:
     """Returns the model's name for a key of a file: the inverse of `published`. None: a copy of
     what the model has."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
-    number = int(found[1]) - config.get_text_config().num_hidden_layers if found else -1
-    if not found or number < 0:
+    of_layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
+    if not of_layer:
         return key
-    name = found[2].replace("shared_head.norm.", "post_norm.")
+    number = int(of_layer[1]) - config.get_text_config().num_hidden_layers
+    if number < 0:
+        return key
+    name = of_layer[2].replace("shared_head.norm.", "post_norm.")
     if name.startswith(("embed_tokens.", "shared_head.")):
         return None
-    return f"{NAME}.layers.{number}.{'' if name.startswith(OWN) else 'mtp_block.'}{name}"
+    if not name.startswith(OWN):
+        name = f"mtp_block.{name}"
+    return f"{NAME}.layers.{number}.{name}"

@@ -22,11 +22,11 @@ from ...progress import Progress
 from .mtp import name_in_model, names_to_save
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# casts
+# casts that change no value
 EXACT = [(dtype, torch.float32) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
 # of new rows, in standard deviations of the others: as transformers, which takes their covariance
 NOISE = 1e-9**0.5
@@ -48,8 +48,9 @@ class PublishedWeights:
             except SafetensorError as error:
                 raise SafetensorError(f"{Path(file).name}: {error}") from error
             for key in opened.keys():  # noqa: SIM118  (no dict)
-                if name_ := name_in_model(key, config):
-                    self._slices[name_] = opened.get_slice(key)
+                own = name_in_model(key, config)
+                if own is not None:
+                    self._slices[own] = opened.get_slice(key)
         self._skeleton: PreTrainedModel | None = None
         self._sources: dict[str, tuple[list[str], str | None]] = {}
 
@@ -57,31 +58,40 @@ class PublishedWeights:
         """Lets the recorded `model` have these weights, of the names with `prefix`; returns the
         names of those that it has and the files do not."""
         self._sources = compat.sources_of_weights(model, list(self._slices))
-        tensors = {
-            name: each
-            for name, each in model.state_dict(keep_vars=True).items()
-            if name.startswith(prefix)
-        }
-        found: dict[int, str] = {}  # of a shared tensor, the first name in the files
-        for name in filter(self._sources.get, tensors):
-            tensor = tensors[name]
-            first = found.setdefault(id(tensor), name)
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name.startswith(prefix):
+                tensors[name] = tensor
+        first_names: dict[int, str] = {}  # of a shared tensor, the first that is in the files
+        for name, tensor in tensors.items():
+            if not self._sources.get(name):
+                continue
+            first = first_names.setdefault(id(tensor), name)
             if first == name:
-                (key, *others), pattern = self._sources[name]
-                values, how, what = self._slices[key][...], self._read_into, name
-                if (
-                    not (others or pattern)
-                    and values.shape == tensor.shape
-                    and (values.dtype, tensor.dtype) in EXACT
-                ):
-                    how, what = copy_shard, self._slices[key]
-                if not write_later(how, [tensor], what, is_random=True):
-                    how(tensor.data, what)  # a constructor has put it on the host
+                self._write(name, tensor)
             elif not torch.equal(self.read(first), self.read(name)):
                 raise NotImplementedError(
                     f"{first} and {name} share a parameter, and differ in {self.name}"
                 )
-        return [name for name, tensor in tensors.items() if id(tensor) not in found]
+        return [name for name, tensor in tensors.items() if id(tensor) not in first_names]
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        """Lets a tensor of the recorded model have its values: a rank reads its slice of one that
+        is not converted, and else all of it."""
+        (key, *others), pattern = self._sources[name]
+        stored = self._slices[key]
+        values = stored[...]  # mapped, not read
+        is_converted = others or pattern
+        write: Callable[..., object] = self._read_into
+        source: Any = name
+        if (
+            not is_converted
+            and values.shape == tensor.shape
+            and (values.dtype, tensor.dtype) in EXACT
+        ):
+            write, source = copy_shard, stored
+        if not write_later(write, [tensor], source, is_random=True):
+            write(tensor.data, source)  # a constructor has put it on the host
 
     def differing(self, expected: Mapping[str, Any], dtype: torch.dtype) -> Iterator[str]:
         """Yields the names of weights that are not those in `expected`, which may be stored, in
@@ -91,9 +101,11 @@ class PublishedWeights:
         dtypes = compat.loaded_dtypes(model, dtype)
         names = names_to_save(model)
         for name in Progress("export: comparing", "weights", len(names)).over(names):
-            if not self._sources.get(name) or not self.read(name).equal(
-                expected[name][...].to(dtypes[name]).float()
-            ):
+            if not self._sources.get(name):
+                yield name
+                continue
+            values = expected[name][...].to(dtypes[name]).float()
+            if not self.read(name).equal(values):
                 yield name
 
     def _on_meta(self) -> PreTrainedModel:
@@ -117,7 +129,7 @@ class PublishedWeights:
         if self._skeleton is None:
             self._skeleton = self._on_meta()
         sources = {key: self._slices[key] for key in self._sources[name][0]}
-        found, why = compat.converted(self._skeleton, sources, name)
-        if found is None:
-            raise InputError(f"model.pretrained {self.name!r} cannot be loaded: {why}")
-        return found
+        tensor, problem = compat.converted(self._skeleton, sources, name)
+        if tensor is None:
+            raise InputError(f"model.pretrained {self.name!r} cannot be loaded: {problem}")
+        return tensor

@@ -114,7 +114,7 @@ def replace_layers(
     model: nn.Module, chosen: Callable[[nn.Module], bool], make: Callable[[Any], nn.Module]
 ) -> None:
     """Replaces each layer of `model` for which `chosen(layer)` by `make(layer)`."""
-    for parent in [*model.modules()]:
-        for name, child in [*parent.named_children()]:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
             if chosen(child):
                 setattr(parent, name, make(child))

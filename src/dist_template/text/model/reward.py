@@ -42,43 +42,44 @@ def reward_model(model: Any, data: Any) -> PreTrainedModel:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     config: Any = getattr(model, "config", None)
-    found: Any = model
+    rewarding: Any = model
     if not is_reward_model(model):
         kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
         if kind is not None:
             config.num_labels = 1
             with torch.device("meta"):
-                found = kind(config)
-        if not hasattr(found, HEAD) or type(found.base_model) is not type(model.base_model):
+                rewarding = kind(config)
+        has_head = hasattr(rewarding, HEAD)
+        if not has_head or type(rewarding.base_model) is not type(model.base_model):
             which = getattr(config, "model_type", type(model).__name__)
             raise InputError(
                 "model.preference.loss reward: transformers has no class with a reward head for"
                 f" {which}: take weights of another architecture"
             )
-        setattr(found, found.base_model_prefix, model.base_model)
-        found.score = nn.Linear(found.score.in_features, 1, bias=False)
-        initialize(found, found.score)
-        found.train(model.training)
-    elif found.score.out_features != 1:
+        setattr(rewarding, rewarding.base_model_prefix, model.base_model)
+        rewarding.score = nn.Linear(rewarding.score.in_features, 1, bias=False)
+        initialize(rewarding, rewarding.score)
+        rewarding.train(model.training)
+    elif model.score.out_features != 1:
         raise InputError(
-            f"model.preference.loss reward: the weights have a head of {found.score.out_features}"
+            f"model.preference.loss reward: the weights have a head of {model.score.out_features}"
             " outputs, and a reward is one: take other weights as model.pretrained"
         )
     tokenizer = getattr(data, "text_tokenizer", None)
     padding = getattr(tokenizer, "pad_token_id", None)
-    # as trl
-    config.get_text_config().pad_token_id = data.eos_token_id if padding is None else padding
+    if padding is None:  # as trl
+        padding = data.eos_token_id
+    config.get_text_config().pad_token_id = padding
     config.problem_type = "regression"  # else vLLM returns the reward's sigmoid
-    return found
+    return rewarding
 
 
 def refuse_reward_model(model: nn.Module, name: str | None) -> None:
     """Raises InputError if weights that are to give next tokens cannot."""
     if is_reward_model(model):
-        why = "is a reward model, which scores and has no output layer"
         raise InputError(
-            f"model.pretrained {name!r} {why}: set model.preference.loss reward, or give other"
-            " weights"
+            f"model.pretrained {name!r} is a reward model, which scores and has no output layer:"
+            " set model.preference.loss reward, or give other weights"
         )
 
 
@@ -86,14 +87,17 @@ def refuse_reward_model(model: nn.Module, name: str | None) -> None:
 def every_reward(model: Any) -> Generator[None]:
     """Inside, the logits of a forward pass of `model` are the head's output at each token, (B, T,
     1). FSDP2's and ZeRO's hooks, which run later, take them for the model's output."""
-    found: list[Tensor] = []
+    rewards: list[Tensor] = []
+
+    def keep(head: nn.Module, inputs: object, output: Tensor) -> None:
+        rewards.append(output)
 
     def replace(model: nn.Module, inputs: object, output: Any) -> Any:
-        output.logits = found.pop()
+        output.logits = rewards.pop()
         return output
 
     handles = [
-        model.score.register_forward_hook(lambda *given: found.append(given[-1])),
+        model.score.register_forward_hook(keep),
         model.register_forward_hook(replace, prepend=True),
     ]
     try:

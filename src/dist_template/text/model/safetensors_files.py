@@ -1,8 +1,11 @@
 """Writes weights for transformers a few tensors at a time: as safetensors in the layout that
 `from_pretrained` reads.
 
-`save_pretrained` needs all weights in memory, and a copy of a file's bytes. Here the files' headers
-are written first, from shapes on the meta device, and then each tensor at its offset."""
+`save_pretrained` needs all weights in memory, and a copy of a file's bytes. `write_weights` writes
+
+    1. the configurations, by `save_pretrained` without weights
+    2. the files' headers and the index, from shapes on the meta device (`_allocate`)
+    3. each tensor at its offset, in groups that can be converted by themselves (`_groups`)"""
 
 import json
 import re
@@ -47,11 +50,12 @@ def larger_than_memory(build: Callable[[], nn.Module]) -> nn.Module | None:
             model = build()
     except (NotImplementedError, RuntimeError):  # its constructor reads values
         return None
+    if not hasattr(model, "save_pretrained"):
+        return None
     needed = ROOM * sum(tensor.nbytes for tensor in model.state_dict().values())
-    free = min(
-        psutil.virtual_memory().available, memory_limit() - psutil.Process().memory_info().rss
-    )
-    return model if needed > free and hasattr(model, "save_pretrained") else None
+    left_of_limit = memory_limit() - psutil.Process().memory_info().rss
+    free = min(psutil.virtual_memory().available, left_of_limit)
+    return model if needed > free else None
 
 
 def write_weights(
@@ -66,11 +70,11 @@ def write_weights(
     model.to("meta")
     dtypes = compat.loaded_dtypes(model, dtype)
     names = names_to_save(model)
-    if not any(
-        name.startswith(f"{MTP}.") for name in names
-    ):  # else vLLM, SGLang and transformers expect them
-        for key in {"num_mtp_layers", "num_nextn_predict_layers"} & {*dir(model.config)}:
-            setattr(model.config, key, 0)
+    has_modules = any(name.startswith(f"{MTP}.") for name in names)
+    if not has_modules:  # where the number is not 0, vLLM, SGLang and transformers expect them
+        for key in ("num_mtp_layers", "num_nextn_predict_layers"):
+            if key in dir(model.config):  # an alias of another key is not
+                setattr(model.config, key, 0)
     model.to(dtype).save_pretrained(folder, state_dict={})  # the configurations
     meta = dict[str, Tensor]()
     for name in names:
@@ -95,25 +99,27 @@ def _allocate(meta: Mapping[str, Tensor], folder: Path, size: str) -> dict[str, 
     )
     places = {}
     for file, names in split.filename_to_tensors.items():
-        header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
-        for name in sorted(
-            names, key=lambda name: -meta[name].itemsize
-        ):  # each is aligned to its type
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        # the types of most bytes first, so that each tensor is aligned to its type
+        for name in sorted(names, key=lambda name: meta[name].itemsize, reverse=True):
             begin, end = end, end + meta[name].nbytes
-            entry = {"dtype": DTYPES[meta[name].dtype], "shape": list(meta[name].shape)}
-            header[name] = entry | {"data_offsets": [begin, end]}
+            header[name] = {
+                "dtype": DTYPES[meta[name].dtype],
+                "shape": list(meta[name].shape),
+                "data_offsets": [begin, end],
+            }
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # the tensors start at a multiple of 8
+        data_start = 8 + len(text)
         with (folder / file).open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
-            out.truncate(8 + len(text) + end)
+            out.truncate(data_start + end)
         for name in names:
-            places[name] = folder / file, 8 + len(text) + header[name]["data_offsets"][0]
+            places[name] = folder / file, data_start + header[name]["data_offsets"][0]
     if split.is_sharded:
-        metadata = {
-            "total_parameters": sum(tensor.numel() for tensor in meta.values()),
-            **split.metadata,
-        }
+        num_parameters = sum(tensor.numel() for tensor in meta.values())
+        metadata = {"total_parameters": num_parameters} | split.metadata
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(
             json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
@@ -129,16 +135,16 @@ def _groups(model: Any, meta: Mapping[str, Tensor]) -> list[Names]:
         return {name: tensor.shape for name, tensor in published(model, dict(tensors)).items()}
 
     expected = shapes(meta)
-    for pattern in (".*", r"(.*?\.\d+\.)?"):
+    for pattern in (".*", r"(.*?\.\d+\.)?"):  # by the full name; by the block
         groups = defaultdict[str, Names](list)
         for name in meta:
             groups[re.match(pattern, name)[0]].append(name)  # ty: ignore[not-subscriptable]
-        found = dict[str, torch.Size]()
+        converted = dict[str, torch.Size]()
         try:
             for group in groups.values():
-                found |= shapes({name: meta[name] for name in group})
+                converted |= shapes({name: meta[name] for name in group})
         except Exception:  # noqa: S112  a conversion misses a tensor of another group, and raises what it likes
             continue
-        if found == expected:
+        if converted == expected:
             return list(groups.values())
     return [list(meta)]
