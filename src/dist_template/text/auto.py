@@ -32,7 +32,9 @@ def batch_for(rows: int, epochs: float, multiple: int, *, divides: bool = False)
     while divides and size > 1 and rows % together:
         size //= 2
         together = -(-size // multiple) * multiple
-    return together if together <= rows else max(1, rows // multiple) * multiple
+    if together > rows:
+        together = max(1, rows // multiple) * multiple
+    return together
 
 
 def rate_for(module: Any, data: Any, config: Any, steps: float) -> float:
@@ -46,7 +48,9 @@ def rate_for(module: Any, data: Any, config: Any, steps: float) -> float:
             f"{key} is for weights that were trained before, and model.pretrained is null: give a"
             " number, such as 3e-4"
         )
-    width = getattr(config and config.get_text_config(), "hidden_size", None)
+    width = None
+    if config:
+        width = getattr(config.get_text_config(), "hidden_size", None)
     if not width:
         raise InputError(f"{key} needs a model whose configuration has hidden_size: give a number")
     rate = RATE * (WIDTH / width) ** POWER

@@ -169,12 +169,16 @@ class PackedText(L.LightningDataModule):
             report(f"tokens are ready in {corpus.folder}")
         except CacheError as error:
             folder = recipe.folder(self.cache_dir)
-            report(f"{error}: tokenizing now" if folder.exists() else f"tokenizing into {folder}")
+            if folder.exists():
+                report(f"{error}: tokenizing now")
+            else:
+                report(f"tokenizing into {folder}")
             corpus = build_cache(recipe, self.cache_dir, report)
         report(corpus.describe())
         self._corpus = check_rows(self, corpus)
-        for split in filter(corpus.is_whole, SPLITS):
-            report(packing_of(corpus, split, self.seq_len).describe(split))
+        for split in SPLITS:
+            if corpus.is_whole(split):
+                report(packing_of(corpus, split, self.seq_len).describe(split))
         return corpus
 
     def require(self) -> Corpus:
@@ -207,7 +211,8 @@ class PackedText(L.LightningDataModule):
     @property
     def bos_token_id(self) -> int:
         """The token that a text starts with; without one, the end of the text before."""
-        return [*self.corpus.start_ids, self.eos_token_id][0]
+        start_ids = self.corpus.start_ids
+        return start_ids[0] if start_ids else self.eos_token_id
 
     @property
     def unigram_bits_per_byte(self) -> float | None:
@@ -217,8 +222,9 @@ class PackedText(L.LightningDataModule):
     @property
     def label_baselines(self) -> dict[str, float]:
         """What predictors without a model reach on the labels: facts of a run. {}: not known."""
-        is_mixture = isinstance(self.source, Mixture)
-        return self.corpus.baselines(self.source.weights if is_mixture else None)
+        if isinstance(self.source, Mixture):
+            return self.corpus.baselines(self.source.weights)
+        return self.corpus.baselines()
 
     @property
     def text_tokenizer(self) -> Tokenizer:
@@ -251,19 +257,17 @@ class PackedText(L.LightningDataModule):
 
     def held_out(self, number: int) -> list[tuple[list[int], list[int]]]:
         """Returns the tokens of validation conversations up to the last answer, and the answer."""
-        is_whole = self.corpus.is_whole("validation")
-        return (
-            [*islice(last_answers(self.corpus, "validation", self.seq_len), number)]
-            if is_whole
-            else []
-        )
+        if not self.corpus.is_whole("validation"):
+            return []
+        return list(islice(last_answers(self.corpus, "validation", self.seq_len), number))
 
     def rows_of(self, split: str, reads_ends: bool | None = None) -> Rows:
         """Returns the rows of a split. `reads_ends`: of a module that is not attached yet."""
         corpus, attends = self.corpus, self.cross_document_attention
         if corpus.is_pairs:
-            ends = self.reads_ends if reads_ends is None else reads_ends
-            return PairRows(corpus, split, self.seq_len, reads_ends=ends)
+            if reads_ends is None:
+                reads_ends = self.reads_ends
+            return PairRows(corpus, split, self.seq_len, reads_ends=reads_ends)
         if corpus.is_whole(split):
             return WholeRows(corpus, split, self.seq_len, attends)
         parts = {name: counts["tokens"] for name, counts in corpus.parts(split).items()}
@@ -305,13 +309,14 @@ class PackedText(L.LightningDataModule):
         """Returns what `global_batch_size` auto stands for, a multiple of `multiple`, for those of
         `num_rows` that `limit` leaves of an epoch: trainer.limit_train_batches, as in
         `steps_of_epoch`."""
-        passes = epochs if epochs and epochs > 0 else 1
+        passes = epochs if epochs and epochs > 0 else 1  # -1, as null, is without an end
         if not isinstance(limit, int):
             return auto.batch_for(max(1, int(num_rows * limit)), passes, multiple)
         limited = limit * self.micro_batch_size * world_size
+        if limited > num_rows:
+            return auto.batch_for(num_rows, passes, multiple)
         # an epoch that a number of batches ends has no part of a step: check_numbers
-        rows, divides = min(num_rows, limited), limited <= num_rows
-        return auto.batch_for(rows, passes, multiple, divides=divides)
+        return auto.batch_for(limited, passes, multiple, divides=True)
 
     def steps_of_epoch(self, num_rows: int, limit: float, world_size: int) -> int:
         """Returns the optimizer steps of an epoch on `world_size` data-parallel ranks; `limit` is
@@ -321,7 +326,9 @@ class PackedText(L.LightningDataModule):
         if isinstance(limit, int):
             # only fast_dev_run ends within a step, which Lightning takes with what there is
             return min(steps, -(-limit * self.micro_batch_size * world_size // size))
-        return steps if limit >= 1 else max(1, int(limit * steps))
+        if limit >= 1:
+            return steps
+        return max(1, int(limit * steps))
 
     @property
     def accumulation(self) -> int:
@@ -335,11 +342,13 @@ class PackedText(L.LightningDataModule):
 
     def fixed_settings(self) -> dict[str, object]:
         """Returns what decides the samples: a resumed run is compared by these."""
-        return {
+        settings: dict[str, object] = {
             "data.source": self.corpus.content(),
             "data.source.weights": getattr(self.source, "weights", None),
-            **{f"data.{name}": getattr(self, name) for name in DECISIVE},
         }
+        for name in DECISIVE:
+            settings[f"data.{name}"] = getattr(self, name)
+        return settings
 
     def setup(self, stage: str) -> None:
         """Opens the cache on each rank, gets the rank of the strategy, derives the accumulation."""
@@ -353,36 +362,33 @@ class PackedText(L.LightningDataModule):
         self.check(self.world_size)
         check_rows(self, self.corpus)  # `prepare` does not know the module
         self.trainer.accumulate_grad_batches = self.accumulation
+        limit = self.trainer.limit_train_batches
+        if isinstance(limit, float) and limit < 1:  # of the steps of an epoch
+            steps = self.steps_of_epoch(len(self.rows_of("train")), limit, self.world_size)
+            self.trainer.limit_train_batches = steps * self.accumulation
         per_batch = self.micro_batch_size * self.world_size
         grows = isinstance(self.global_batch_size, list)
-        if (
-            isinstance(share := self.trainer.limit_train_batches, float) and share < 1
-        ):  # of the steps of an epoch
-            self.trainer.limit_train_batches = (
-                self.steps_of_epoch(len(self.rows_of("train")), share, self.world_size)
-                * self.accumulation
-            )
         if grows:
             make_resumable(self.trainer)
-        elif isinstance(
-            getattr(self.trainer, "val_check_interval", None), int
-        ):  # YAML counts optimizer steps
-            self.trainer.val_check_interval *= self.accumulation
-        size = per_batch if grows else per_batch * self.accumulation
+            size = per_batch
+        else:
+            size = per_batch * self.accumulation
+            if isinstance(getattr(self.trainer, "val_check_interval", None), int):
+                # YAML counts optimizer steps, and Lightning batches
+                self.trainer.val_check_interval *= self.accumulation
         self._consumed = ConsumedSamples.attach(self.trainer, size, per_batch)
         self._consumed.grows = grows
         if isinstance(self.source, Mixture):
-            self._mixing = MixtureOrder(
-                self.rows_of("train").sizes, [(0, self.source.weights)], self.seed
-            )
+            sizes = self.rows_of("train").sizes
+            self._mixing = MixtureOrder(sizes, [(0, self.source.weights)], self.seed)
             self._consumed.figures = self._mixing.epochs
         self._speeds = None
-        if self.rank_speeds:
-            given = None if isinstance(self.rank_speeds, str) else self.rank_speeds
-            self._speeds = RankSpeeds(self.world_size, given)
-            if given is None:
-                measure = MeasureSpeeds(self._speeds, self._drawn, self._rows_so_far)
-                measure.attach(self.trainer)
+        if isinstance(self.rank_speeds, str):
+            self._speeds = RankSpeeds(self.world_size, None)
+            measure = MeasureSpeeds(self._speeds, self._drawn, self._rows_so_far)
+            measure.attach(self.trainer)
+        elif self.rank_speeds:
+            self._speeds = RankSpeeds(self.world_size, self.rank_speeds)
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -424,7 +430,10 @@ class PackedText(L.LightningDataModule):
         if self.trainer is not None and self.trainer.training:
             if self.world_size > 1:
                 self._work += _work_of(batch, self._attention_tokens)
-            self.step_rows = [*self.step_rows, rows] if self._counted is None else [rows]
+            if self._counted is None:
+                self.step_rows = [*self.step_rows, rows]
+            else:  # a step starts
+                self.step_rows = [rows]
         elif rows:
             self.eval_rows = rows
             self.source_name = source_of(self._sizes, rows[0])
@@ -484,15 +493,15 @@ class PackedText(L.LightningDataModule):
         self, rows: Rows, order: Iterable[list[int]], accumulations: Accumulations | None
     ) -> DataLoader:
         is_on_gpu = bool(self.trainer) and self.trainer.strategy.root_device.type == "cuda"
-        # from unpinned memory, non-blocking copies wait; starting workers for each evaluation takes
-        # longer than evaluating
         return StepLoader(
             rows,
             accumulations,
             self.transform,
             batch_sampler=order,
             num_workers=self.num_workers,
+            # from unpinned memory, non-blocking copies wait
             pin_memory=is_on_gpu,
+            # starting workers for each evaluation takes longer than evaluating
             persistent_workers=self.num_workers > 0,
             worker_init_fn=isolate_worker,
         )
@@ -502,7 +511,9 @@ class PackedText(L.LightningDataModule):
     @property
     def consumed_samples(self) -> int:
         """Sequences trained on since the run started, over all ranks and restarts."""
-        return self._consumed.value(self.trainer) if self._consumed and self.trainer else 0
+        if not self._consumed or not self.trainer:
+            return 0
+        return self._consumed.value(self.trainer)
 
     def state_dict(self) -> dict[str, Any]:
         if not self._consumed or not self.trainer:
@@ -529,7 +540,8 @@ def _work_of(batch: Batch, attention_tokens: float) -> float:
     """Returns the work of a batch, in tokens, as `Rows.work` has it of its rows."""
     if "input_ids" not in batch:  # a changed batch, which `transform` returned
         return 0.0
-    lengths = np.diff(batch[BOUNDS].numpy()) if BOUNDS in batch else np.zeros(0)
-    return batch["input_ids"].numel() + float(np.square(lengths, dtype=np.float64).sum()) / (
-        attention_tokens
-    )
+    squares = 0.0
+    if BOUNDS in batch:
+        lengths = np.diff(batch[BOUNDS].numpy())
+        squares = float(np.square(lengths, dtype=np.float64).sum())
+    return batch["input_ids"].numel() + squares / attention_tokens

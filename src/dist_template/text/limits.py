@@ -1,5 +1,7 @@
 """Checks the sizes and shares of a PackedText before anything is started; the type of each argument
-has its least value."""
+has its least value.
+
+`check_numbers` needs the configuration alone. `check_rows` comes later, when there is a corpus."""
 
 from typing import Any
 
@@ -21,11 +23,8 @@ def check_numbers(data: Any, world_size: int) -> None:
             "data.cross_document_attention lets a pair's second answer attend to its first: set"
             " it to false for data.source Preferences"
         )
-    key, given, together = (
-        "data.global_batch_size",
-        data.rows_per_step,
-        data.micro_batch_size * world_size,
-    )
+    key, given = "data.global_batch_size", data.rows_per_step
+    together = data.micro_batch_size * world_size
     check_phases(key, given)
     if any(value < 1 or value % 1 for value in values_of(given)):
         raise InputError(f"{key} has sizes {values_of(given)}: give 1 or more, without a fraction")
@@ -38,17 +37,20 @@ def check_numbers(data: Any, world_size: int) -> None:
             raise InputError(
                 f"{endless}: remove trainer.limit_train_batches {limit}, and set trainer.max_steps"
             )
-    if (divisor := data.batch_sizes[0]) % together:
+    divisor, _ = data.batch_sizes
+    if divisor % together:
+        phases = " (which divides its phases)" if isinstance(given, list) else ""
         raise InputError(
-            f"global_batch_size {divisor}{' (which divides its phases)' * isinstance(given, list)}"
-            f" is not a multiple of micro_batch_size {data.micro_batch_size} x data_parallel"
-            f" {world_size} = {together}; edit data.global_batch_size or data.micro_batch_size"
+            f"global_batch_size {divisor}{phases} is not a multiple of micro_batch_size"
+            f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
+            " data.global_batch_size or data.micro_batch_size"
         )
     _check_balance(data, world_size)
-    if isinstance(limit, int) and limit % (divisor // together) and not data.trainer.fast_dev_run:
+    accumulation = divisor // together
+    if isinstance(limit, int) and limit % accumulation and not data.trainer.fast_dev_run:
         raise InputError(
             f"trainer.limit_train_batches {limit} ends an epoch within an optimizer step: give a"
-            f" multiple of {divisor // together}, the micro-batches of a step"
+            f" multiple of {accumulation}, the micro-batches of a step"
         )
 
 
@@ -95,14 +97,14 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
         "test": (int(data.test_share > 0), "data.test_share"),
     }
     for split, (rows, key) in wanted.items():
-        held = corpus.manifest["splits"][split]
-        found = max(held["tokens"] - 1, 0) // data.seq_len
+        counts = corpus.manifest["splits"][split]
+        filled = max(counts["tokens"] - 1, 0) // data.seq_len
         if corpus.is_whole(split):
-            found = len(packing_of(corpus, split, data.seq_len, data.reads_ends).rows) - 1
-        if found < rows:
+            filled = len(packing_of(corpus, split, data.seq_len, data.reads_ends).rows) - 1
+        if filled < rows:
             raise InputError(
-                f"the {split} split has {held['tokens']:,} tokens in {held['documents']:,}"
-                f" documents, which fill {found} sequences of data.seq_len {data.seq_len}, and"
+                f"the {split} split has {counts['tokens']:,} tokens in {counts['documents']:,}"
+                f" documents, which fill {filled} sequences of data.seq_len {data.seq_len}, and"
                 f" {rows} are needed: give more documents, or edit data.seq_len or {key}"
             )
     is_whole = corpus.is_whole("train")

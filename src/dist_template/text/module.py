@@ -1,5 +1,11 @@
 """TextModule: a TrainingModule for language models, with loss in chunks, evaluation and generation.
 
+    configure_model    build_network (build_model, what the objective needs in it, adapters), which
+                       the strategy places, then the objective's `attach`
+    a micro-batch      sums_of, which calls the objective, which calls `sums` wherever logits exist
+    an evaluation      sums of each batch are added up (SplitMeans), and means logged at its end
+    predict            generate
+
 Shapes: B sequences, T tokens of a sequence, V vocabulary."""
 
 from __future__ import annotations
@@ -72,17 +78,19 @@ class TextModule(WithObjective):
             exclude_frozen(self)
         if self.blocks.compile:  # one pass over the logits forward, one backward, not a dozen
             self.sums = torch.compile(self.sums)
+        # after the lines above: the objective keeps the compiled function
         self.active_objective = self.objective_for(self.data)
         self.active_objective.attach(self)
 
     def build_network(self, data: Any, quantized: bool = True) -> nn.Module:
         """Builds the network of `build_model`, with the adapters of `model.adapter`."""
         model = self.build_base(data)
-        if names := freeze_untrained(model):
-            others = f" and {len(names) - 1} others" if names[1:] else ""
-            _print_once(
-                f"note: no gradient reaches {names[0]}{others}: the weights stay as they start"
-            )
+        frozen = freeze_untrained(model)
+        if frozen:
+            names = frozen[0]
+            if len(frozen) > 1:
+                names += f" and {len(frozen) - 1} others"
+            _print_once(f"note: no gradient reaches {names}: the weights stay as they start")
         if self.adapter is not None:
             model = add_adapters(model, self.adapter)
             self.frozen_base = {"name": getattr(self, "pretrained", None) or type(model).__name__}
@@ -107,7 +115,9 @@ class TextModule(WithObjective):
     @property
     def adapter_axes(self) -> list[str]:
         """Names the adapters in the table of proven models: model/proof.py."""
-        return proof_axes(self.adapter) if self.adapter else []
+        if self.adapter is None:
+            return []
+        return proof_axes(self.adapter)
 
     def refusals(self, setup: Configured) -> Iterator[str]:
         given = getattr(self, "architecture", None)
@@ -155,7 +165,8 @@ class TextModule(WithObjective):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         counted, sums = self.active_objective.count(batch), self.sums_of(batch)
         self.split_means.add(sums, counted)
-        if source := getattr(self.data, "source_name", ""):  # one of a mixture's
+        source = getattr(self.data, "source_name", "")  # of a mixture: its batches have one each
+        if source:
             self.source_means[source].add(sums, counted)
 
     def on_validation_epoch_end(self) -> None:
@@ -178,7 +189,8 @@ class TextModule(WithObjective):
                 )
             loss = means["loss"]
             self.active_objective.summarize(means)
-            if bytes_per_token := self.data.bytes_per_token(split):
+            bytes_per_token = self.data.bytes_per_token(split)
+            if bytes_per_token:
                 means["bits_per_byte"] = loss / math.log(2) / bytes_per_token
             for source, sums in sorted(self.source_means.items()):
                 for name, mean in sums.read(self.trainer.strategy).items():
@@ -206,9 +218,8 @@ class TextModule(WithObjective):
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=min(self.sample_tokens, room),
                 pad_token_id=self.data.eos_token_id,
-                do_sample=bool(
-                    self.sample_temperature
-                ),  # published weights may come with sampling switched on
+                # always given: published weights may come with sampling switched on
+                do_sample=self.sample_temperature > 0,
                 temperature=self.sample_temperature or 1.0,
             )
 

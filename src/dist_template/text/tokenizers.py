@@ -1,4 +1,7 @@
-"""Tokenizers: a class describes one; its `fit` makes the one that is saved with the tokens."""
+"""Tokenizers: a class describes one; its `fit` makes the one that is saved with the tokens.
+
+fit       once, in `prepare`: makes, learns or loads a tokenizer of transformers
+encode    of each batch of texts, without special tokens; a source adds BOS and EOS"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class TokenizerSpec(Choice, ABC):
 
     def spec(self) -> dict[str, object]:
         """Returns what identifies the tokenizer, in plain types."""
-        return {"class": type(self).__name__, **vars(self)}
+        return {"class": type(self).__name__} | vars(self)
 
 
 class Bytes(TokenizerSpec):
@@ -59,7 +62,8 @@ class Bytes(TokenizerSpec):
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         characters = bytes_to_unicode()  # the printable character of each byte, as of GPT-2
-        vocabulary = {characters[byte]: byte for byte in range(256)} | {EOS: 256}
+        vocabulary = {characters[byte]: byte for byte in range(256)}
+        vocabulary[EOS] = 256
         return _wrap(Tokenizer(models.BPE(vocab=vocabulary, merges=[])), use_regex=False)
 
     def encode(self, tokenizer: Fast, texts: Sequence[str]) -> list[np.ndarray]:
@@ -164,7 +168,8 @@ class Pretrained(TokenizerSpec):
                 f"data.tokenizer.add_bos_token is true, and {self.path!r} has no BOS token: remove"
                 " it"
             )
-        if adds != bool(added_tokens(tokenizer)[0]):
+        before, _ = added_tokens(tokenizer)
+        if adds != bool(before):
             tokenizer.add_bos_token = adds
 
     def spec(self) -> dict[str, object]:
@@ -185,17 +190,17 @@ def added_tokens(tokenizer: Fast) -> tuple[list[int], list[int]]:
     that it appends. Its post-processor decides it, which `add_bos_token` sets."""
     for text in PROBES:
         encoded = tokenizer.backend_tokenizer.encode(text)
-        is_text = [not is_special for is_special in encoded.special_tokens_mask]
-        if any(is_text):
-            start, end = is_text.index(True), is_text[::-1].index(True)
-            return encoded.ids[:start], encoded.ids[len(is_text) - end :]
+        of_text = [n for n, special in enumerate(encoded.special_tokens_mask) if not special]
+        if of_text:
+            return encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
     return [], []
 
 
 def encode_prompt(tokenizer: Fast, prompt: str) -> list[int]:
     """Returns the tokens of a text that the model continues: they start as a document does, and
     nothing follows them, such as the EOS that some tokenizers append."""
-    return added_tokens(tokenizer)[0] + tokenizer.encode(prompt, add_special_tokens=False)
+    start, _ = added_tokens(tokenizer)
+    return start + tokenizer.encode(prompt, add_special_tokens=False)
 
 
 def read_tokenizer(name: str) -> Any:
@@ -210,21 +215,24 @@ def read_tokenizer(name: str) -> Any:
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special.update(tokenizer.all_special_tokens)
     others = tokenizer.get_vocab().keys() - special
-    return tokenizer if len(others) > 1 else None  # T5's has the mark of a space, too
+    if len(others) <= 1:  # an empty one of T5's type has the mark of a space
+        return None
+    return tokenizer
 
 
 def _model_file(folder: Path) -> Path | None:
     """Returns the sentencepiece model of a folder without tokenizer.json, from which transformers
     makes a tokenizer. Raises InputError if the package that reads it, or tiktoken's form, is
     missing: transformers (5.23) would report another one, or an error in a line."""
-    found = [folder / name for name in MODELS if (folder / name).is_file()]
-    if (folder / "tokenizer.json").exists() or not found:
+    models = [folder / name for name in MODELS if (folder / name).is_file()]
+    if (folder / "tokenizer.json").exists() or not models:
         return None
-    with found[0].open("rb") as file:
+    model = models[0]
+    with model.open("rb") as file:
         is_tiktoken = TIKTOKEN.match(file.read(400)) is not None
     package = "tiktoken" if is_tiktoken else "sentencepiece"
-    require(package, f"data.tokenizer.path {str(folder)!r}, whose {found[0].name} is its form,")
-    return None if is_tiktoken else found[0]
+    require(package, f"data.tokenizer.path {str(folder)!r}, whose {model.name} is its form,")
+    return None if is_tiktoken else model
 
 
 def _check_pieces(tokenizer: Fast, model: Path) -> None:
