@@ -65,14 +65,16 @@ def broken_files(package: Path) -> list[str]:
 def broken_rooms(package: Path) -> list[str]:
     """Import cycles between rooms, arrows upwards, rooms without a place, too many rooms."""
     arrows = house.rooms(package)
-    found = house.cycles(arrows) + [
-        f"{room} is not in ORDER" for room in arrows.keys() - set(ORDER)
-    ]
-    for room, targets in arrows.items() if not found else ():
-        above = [target for target in targets if ORDER.index(target) < ORDER.index(room)]
-        found += [f"{room} imports {target}, above it" for target in above]
+    found = house.cycles(arrows)
+    found += [f"{room} is not in ORDER" for room in arrows.keys() - set(ORDER)]
+    if not found:
+        for room, targets in arrows.items():
+            above = [target for target in targets if ORDER.index(target) < ORDER.index(room)]
+            found += [f"{room} imports {target}, above it" for target in above]
     folders = arrows.keys() - {"ground", "public"}
-    return found + ([f"{len(folders)} rooms"] if len(folders) > MOST_ROOMS else [])
+    if len(folders) > MOST_ROOMS:
+        found.append(f"{len(folders)} rooms")
+    return found
 
 
 def broken_core(package: Path) -> list[str]:
@@ -95,11 +97,12 @@ POINTS: dict[str, dict[str, str]] = tomllib.loads((ROOT / "pyproject.toml").read
 def names_of_wings() -> set[str]:
     """Folders of wings, and what they register. Targets of `launch` are names of launchers, which
     the core has to know."""
-    found = {path.name for path in (LIBRARY / "wings").iterdir() if (path / "__init__.py").exists()}
+    names = {path.name for path in (LIBRARY / "wings").iterdir() if (path / "__init__.py").exists()}
     for group in POINTS.keys() - {"dist_template.launch_targets"}:
-        of_wings = (name for name, value in POINTS[group].items() if ".wings." in value)
-        found |= {*of_wings}
-    return found
+        for name, place in POINTS[group].items():
+            if ".wings." in place:
+                names.add(name)
+    return names
 
 
 # A wing's key, also within a text: a callback's argument, a key that it adds to `run`.
@@ -135,10 +138,12 @@ def broken_words(package: Path) -> list[str]:
 
 
 def test_each_exception_of_the_core_is_a_wings_name_and_is_used() -> None:
-    files = house.modules(LIBRARY)
-    rooms = {name: house.room_of(name, path) for name, path in files.items()}
-    core = [path for name, path in files.items() if rooms[name] not in ("wings", "public")]
-    assert WORDS.keys() <= names_of_wings() & {text for path in core for text in house.texts(path)}
+    texts = set[str]()
+    for name, path in house.modules(LIBRARY).items():
+        if house.room_of(name, path) not in ("wings", "public"):
+            texts.update(house.texts(path))
+    assert WORDS.keys() <= names_of_wings()
+    assert WORDS.keys() <= texts
 
 
 def outside_of(room: str, package: Path) -> dict[str, Path]:
@@ -148,10 +153,12 @@ def outside_of(room: str, package: Path) -> dict[str, Path]:
 
 def broken_private(package: Path) -> list[str]:
     """Private names of other libraries outside compat/, where there are more than PRIVATE says."""
-    found = {
-        name: house.private_names(path) for name, path in outside_of("compat", package).items()
-    }
-    return [f"{name}: {each}" for name, each in found.items() if len(each) > PRIVATE.get(name, 0)]
+    found = []
+    for name, path in outside_of("compat", package).items():
+        private = house.private_names(path)
+        if len(private) > PRIVATE.get(name, 0):
+            found.append(f"{name}: {private}")
+    return found
 
 
 ASKED = re.compile(r"\b(pp|dp_replicate|fsdp|tp|ep|cp)_size\b|\bpipeline_of\(")
@@ -161,8 +168,9 @@ def broken_strategies(package: Path) -> list[str]:
     """Code outside of parallel/ that inspects a strategy: an axis's key, a class, an attribute."""
     found = []
     for name, path in outside_of("parallel", package).items():
-        looks = [*ASKED.findall(path.read_text("utf-8")), *house.checks_of_strategies(path)]
-        found += [f"{name}: {looks}"] if looks else []
+        looks = ASKED.findall(path.read_text("utf-8")) + list(house.checks_of_strategies(path))
+        if looks:
+            found.append(f"{name}: {looks}")
     return found
 
 
@@ -179,10 +187,11 @@ def broken_objectives(package: Path) -> list[str]:
     for name, path in house.modules(package).items():
         if name.startswith(OF_OBJECTIVES) or name in NAMES_KEYS:
             continue
-        known = {
-            each for text in house.names_and_strings(path) for each in OBJECTIVES.findall(text)
-        }
-        found += [f"{name}: {sorted(known)}"] if known else []
+        known = set[str]()
+        for text in house.names_and_strings(path):
+            known.update(OBJECTIVES.findall(text))
+        if known:
+            found.append(f"{name}: {sorted(known)}")
     return found
 
 
@@ -243,8 +252,9 @@ def broken_closure(package: Path) -> list[str]:
     files, found = house.modules(package), []
     for root in ("cli.fit", "strategies"):
         roots = {root}
-        if root == "cli.fit" and (defaults := files.get("cli.defaults")):
-            roots |= {text.partition(":")[0] for text in house.strings(defaults)} & files.keys()
+        if root == "cli.fit" and "cli.defaults" in files:
+            # which names callbacks as "module:class"
+            roots.update(text.partition(":")[0] for text in house.strings(files["cli.defaults"]))
         modules = house.closure(package, roots & files.keys())
         found += [f"{root} reaches {name}" for name in modules if name.startswith("wings")]
     return found
@@ -395,42 +405,47 @@ def measured_limits(path: Path) -> list[str]:
     tree, measured, found = ast.parse(path.read_text("utf-8")), set[str](), []
 
     def is_measured(node: ast.AST) -> bool:
-        for each in ast.walk(node):
-            if isinstance(each, ast.Attribute) and each.attr in CLOCKS:
-                owner = each.value
-                if each.attr.startswith("ru_") or (
-                    isinstance(owner, ast.Name) and owner.id in ("time", "resource")
-                ):
-                    return True
-            if isinstance(each, ast.Name) and each.id in measured:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute) and reads_clock(part):
+                return True
+            if isinstance(part, ast.Name) and part.id in measured:
                 return True
         return False
 
-    for node in sorted(ast.walk(tree), key=lambda each: getattr(each, "lineno", 0)):
+    def has_upper_limit(left: ast.AST, operator: ast.cmpop, right: ast.AST) -> bool:
+        if isinstance(operator, ast.Lt | ast.LtE):
+            return is_measured(left)
+        return isinstance(operator, ast.Gt | ast.GtE) and is_measured(right)
+
+    for node in sorted(ast.walk(tree), key=lambda node: getattr(node, "lineno", 0)):
         if isinstance(node, ast.Assign) and is_measured(node.value):
-            calls_clock = not any(isinstance(each, ast.Lambda) for each in ast.walk(node.value))
-            for name in node.targets if calls_clock else ():
-                measured |= {each.id for each in ast.walk(name) if isinstance(each, ast.Name)}
+            # a lambda reads the clock later
+            if not any(isinstance(part, ast.Lambda) for part in ast.walk(node.value)):
+                for target in node.targets:
+                    names = [part for part in ast.walk(target) if isinstance(part, ast.Name)]
+                    measured.update(name.id for name in names)
         if not isinstance(node, ast.Compare):
             continue
         sides = [node.left, *node.comparators]
         for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
-            below = (ast.Lt, ast.LtE)
-            above = (ast.Gt, ast.GtE)
-            is_upper = (isinstance(operator, below) and is_measured(left)) or (
-                isinstance(operator, above) and is_measured(right)
-            )
-            if is_upper:
+            if has_upper_limit(left, operator, right):
                 found.append(f"{path.name}:{node.lineno}")
     return found
 
 
+def reads_clock(part: ast.Attribute) -> bool:
+    """Whether it is time.monotonic, resource.getrusage, or a field of what that returns."""
+    if part.attr not in CLOCKS:
+        return False
+    is_of_module = isinstance(part.value, ast.Name) and part.value.id in ("time", "resource")
+    return part.attr.startswith("ru_") or is_of_module
+
+
 def test_no_test_compares_measured_time_with_a_limit() -> None:
     """Benchmarks measure. What a test waits for is in tests/support/waiting.py."""
-    found = [
-        each for path in TESTS.rglob("*.py") if path != WAITS for each in measured_limits(path)
-    ]
-    assert found == []
+    for path in TESTS.rglob("*.py"):
+        if path != WAITS:
+            assert measured_limits(path) == []
 
 
 MEASURES = {

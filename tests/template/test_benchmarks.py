@@ -54,10 +54,11 @@ def test_a_figure_is_worse_beyond_chance(new: float, is_more: bool, is_worse: bo
 def test_a_default_learns_a_fifth_of_what_the_best_rate_does(fall: float, said: str) -> None:
     from benchmarks import learning
 
-    made = [
-        learning.Ended("dpo", 2_000, rate, 8, 10, 0.7, 0.7 - fell, 60.0, 40, None, {"rate": asked})
-        for rate, fell, asked in ((1e-5, fall, "auto"), (4e-5, 0.4, "4e-5"))
-    ]
+    def ended(rate: float, fell: float, asked: str) -> learning.Ended:
+        loss, given = 0.7 - fell, {"rate": asked}
+        return learning.Ended("dpo", 2_000, rate, 8, 10, 0.7, loss, 60.0, 40, None, given)
+
+    made = [ended(1e-5, fall, "auto"), ended(4e-5, 0.4, "4e-5")]
     assert learning.row(made).startswith("| 2,000 | dpo | 8, 10 of 40 | 0.700 | 1e-05: ")
     assert learning.row(made).endswith(f"| 1e-05 | {said} |")
 
@@ -65,15 +66,15 @@ def test_a_default_learns_a_fifth_of_what_the_best_rate_does(fall: float, said: 
 def test_records_of_learning_are_the_same_each_time_and_differ() -> None:
     from benchmarks import learning
 
-    asked = [learning.sums(50_000, random.Random(0)) for _ in range(2)]
-    assert asked[0] == asked[1] and len({question for question, _, _ in asked[0]}) == 50_000
-    assert all(right != wrong for _, right, wrong in asked[0])
-    rated = [*learning.records("Ratings", asked[0][:8])]
-    paired = [*learning.records("Preferences", asked[0][:8])]
-    assert [each["completion"] for each in rated if each["label"]] == [
-        each["chosen"] for each in paired
-    ]
-    assert sum("Um, " in each["chosen"] for each in paired) == 2
+    sums = learning.sums(50_000, random.Random(0))
+    assert sums == learning.sums(50_000, random.Random(0))
+    assert len({question for question, _, _ in sums}) == 50_000
+    assert all(right != wrong for _, right, wrong in sums)
+    rated = list(learning.records("Ratings", sums[:8]))
+    paired = list(learning.records("Preferences", sums[:8]))
+    chosen = [pair["chosen"] for pair in paired]
+    assert [record["completion"] for record in rated if record["label"]] == chosen
+    assert sum("Um, " in answer for answer in chosen) == 2
 
 
 # ---- demonstrations of what fails silently elsewhere ---------------------------------------------
@@ -116,9 +117,10 @@ def test_the_readme_gives_the_commands_and_questions_in_other_words(capsys: Any)
         assert f"python -m my_trainer {' '.join(command.split())}" in commands
     assert main(["--help"]) == 0
     taught = finetune.conversations(capsys.readouterr().out)
-    asked = [each["prompt"] for each in taught]
-    assert len(asked) == len({*asked}) >= 8 * 18 and not {*finetune.ASKED} & {*asked}
-    told = {each["completion"] for each in taught}
+    prompts = [record["prompt"] for record in taught]
+    assert len(prompts) == len(set(prompts)) >= 8 * 18
+    assert set(prompts).isdisjoint(finetune.ASKED)
+    told = {record["completion"] for record in taught}
     for question in finetune.ASKED:
         row = rf"^\| {re.escape(question)} \| .* \| (.*) \|$"
         (after,) = re.findall(row, page, re.MULTILINE)

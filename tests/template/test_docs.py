@@ -38,9 +38,9 @@ PAGES = sorted(page for page in DOCS.rglob("*.md") if page != GENERATED)
 OTHERS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 
-STRATEGY = {
-    key for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]) for key in signature(kind).parameters
-}
+STRATEGY = set[str]()
+for kind in (MeshStrategy, *ZeroStrategy.__mro__[:2]):  # and what ZeroStrategy derives from
+    STRATEGY.update(signature(kind).parameters)
 PARTS = {"adapter": AdapterConfig, "distillation": DistillationConfig, "mtp": MtpConfig}
 INSIDE = {f"model.{name}.{key}" for name, of in PARTS.items() for key in signature(of).parameters}
 # Attributes of Lightning's objects, a file, and keys of a module that is not ours.
@@ -81,11 +81,21 @@ def commands(code: str) -> Iterator[list[str]]:
             if word[0] not in ";&|()<>":
                 words.append(word)
                 continue
-            starts = [i + 1 for i, each in enumerate(words) if each in LAUNCHERS]
-            starts += [i + 3 for i in range(len(words)) if words[i : i + 2] == ["python", "-m"]]
-            if starts and words[starts[0] :]:
-                yield words[starts[0] :]
+            command = after_launcher(words)
+            if command:
+                yield command
             words = []
+
+
+def after_launcher(words: list[str]) -> list[str]:
+    """The words after a launcher, or after `python -m` and the package."""
+    for number, word in enumerate(words):
+        if word in LAUNCHERS:
+            return words[number + 1 :]
+    for number in range(len(words)):
+        if words[number : number + 2] == ["python", "-m"]:
+            return words[number + 3 :]
+    return []
 
 
 def test_pages_name_configurations_that_a_project_has() -> None:
@@ -204,12 +214,15 @@ def test_every_training_that_a_page_gives_is_accepted(
                 parser.parse_args(flags)
 
 
+def marked_commands(page: Path) -> list[list[str]]:
+    return [argv for code in MARKED.findall(text_of(page)) for argv in commands(code)]
+
+
 def pages_that(train: bool) -> list[Any]:
     """The pages whose marked blocks have such commands; `plan` takes seconds."""
     chosen = []
     for page in PAGES:
-        found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
-        if any((argv[0] in TRAINING) == train for argv in found):
+        if any((argv[0] in TRAINING) == train for argv in marked_commands(page)):
             marks = NIGHTLY if page.name == "plan.md" else ()
             chosen.append(pytest.param(page, marks=marks, id=name_of(page)))
     return chosen
@@ -220,12 +233,15 @@ def marked(page: Path, folder: Path) -> list[list[str]]:
     for entry in (ROOT / "build" / "dev").iterdir():
         if entry.name not in {"runs", "data_cache"}:
             (folder / entry.name).symlink_to(entry.resolve())
-    found = [each for code in MARKED.findall(text_of(page)) for each in commands(code)]
-    on_cluster = re.compile("(configs/)?cluster[./]")
-    found = [each for each in found if "plan" in each or not any(map(on_cluster.match, each))]
-    for name in {word for each in found for word in each if re.match(r"runs/\w+/\w", word)}:
+    chosen = []
+    for argv in marked_commands(page):
+        is_of_cluster = any(re.match("(configs/)?cluster[./]", word) for word in argv)
+        if "plan" in argv or not is_of_cluster:
+            chosen.append(argv)
+    runs = {word for argv in chosen for word in argv if re.match(r"runs/\w+/\w", word)}
+    for name in runs:
         write_run(folder / name, falling(20))
-    return found
+    return chosen
 
 
 @pytest.mark.parametrize("page", pages_that(train=False))
@@ -233,23 +249,27 @@ def test_the_marked_commands_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that train nothing: in this process, which has imported what they need."""
-    found = marked(page, tmp_path)
+    given = marked(page, tmp_path)
     monkeypatch.chdir(tmp_path)
-    for argv in found:
-        if argv[0] not in TRAINING:
-            words = [sorted(map(str, Path().glob(w))) if "*" in w else [w] for w in argv]
-            assert main(sum(words, [])) == 0, argv
+    for argv in given:
+        if argv[0] in TRAINING:
+            continue
+        words: list[str] = []
+        for word in argv:  # as a shell does
+            words += sorted(map(str, Path().glob(word))) if "*" in word else [word]
+        assert main(words) == 0, argv
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", pages_that(train=True))
 def test_the_marked_trainings_of_a_page_run(page: Path, corpus: Path, tmp_path: Path) -> None:
-    found = [each for each in marked(page, tmp_path) if each[0] in TRAINING]
+    trainings = [argv for argv in marked(page, tmp_path) if argv[0] in TRAINING]
     short_yaml = SHORT.replace("CORPUS", str(corpus))
     (tmp_path / "short.yaml").write_text(short_yaml, encoding="utf-8")
-    for argv in found:
-        short = [] if {"--help", "--print_config"} & set(argv) else ["--config", "short.yaml"]
-        command = [sys.executable, "-m", PACKAGE, *argv, *short]
+    for argv in trainings:
+        command = [sys.executable, "-m", PACKAGE, *argv]
+        if {"--help", "--print_config"}.isdisjoint(argv):
+            command += ["--config", "short.yaml"]
         done = run(*command, cwd=tmp_path)
         assert done.returncode == 0, (argv, done.stdout[-2000:] + done.stderr[-2000:])
 

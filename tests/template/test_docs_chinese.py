@@ -23,10 +23,13 @@ def english(part: str) -> str:
     """The section with that id, or the text above a page's first section."""
     page, _, anchor = part.partition("#")
     first, *sections = (ROOT / page).read_text(encoding="utf-8").split("\n## ")
-    titles = [re.sub(r"[^\w -]", "", each.partition("\n")[0]).lower() for each in sections]
-    return dict(
-        zip([title.replace(" ", "-") for title in titles], sections, strict=True), **{"": first}
-    )[anchor]
+    if not anchor:
+        return first
+    for section in sections:
+        title = section.partition("\n")[0]
+        if re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") == anchor:
+            return section
+    raise KeyError(part)
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -35,29 +38,48 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def rows(text: str) -> list[list[str]]:
-    found = re.findall(r"^\| ?(.*) \|$", FENCE.sub("", text), re.MULTILINE)
-    return [[cell.strip() for cell in row.split(" | ")] for row in found]
+    lines = re.findall(r"^\| ?(.*) \|$", FENCE.sub("", text), re.MULTILINE)
+    return [[cell.strip() for cell in line.split(" | ")] for line in lines]
+
+
+def commands(text: str) -> list[str]:
+    return [code for kind, code in blocks(text) if kind == "bash"]
+
+
+def keys(text: str) -> set[str]:
+    """The keys that the tables of a part have in their first column."""
+    return {row[0] for row in rows(text) if row[0].startswith("`")}
+
+
+def is_translated(row: list[str], other: list[str]) -> bool:
+    """Whether the cells without Chinese are those of an English row."""
+    if len(row) != len(other):
+        return False
+    return all(HAN.search(cell) or cell == there for cell, there in zip(row, other, strict=True))
+
+
+def in_digits(english: str) -> str:
+    digits = ENGLISH.sub(lambda word: WORDS[word[0].lower()], english)
+    return digits.replace("bits", "bit").replace("-bit", " bit")
 
 
 def differences(chinese: str, english: str) -> list[str]:
     """What the Chinese part gives and the English one lacks. Commands of a part that has any, and
     the keys of its tables, are compared in both directions."""
-    ours, theirs = blocks(chinese), blocks(english)
-    found = [code for kind, code in ours if (kind, code) not in theirs]
-    bash = [[code for kind, code in each if kind == "bash"] for each in (ours, theirs)]
-    keys = [{row[0] for row in rows(each) if row[0][:1] == "`"} for each in (chinese, english)]
-    found += [f"{each[0]}, {each[1]}" for each in (bash, keys) if each[0] and each[0] != each[1]]
-    for row in rows(chinese):  # a cell without Chinese is the cell of an English row
-        pairs = [zip(row, other, strict=True) for other in rows(english) if len(other) == len(row)]
-        if not any(all(HAN.search(a) or a == b for a, b in each) for each in pairs):
-            found.append(" | ".join(row))
+    lacking = [code for kind, code in blocks(chinese) if (kind, code) not in blocks(english)]
+    for read in (commands, keys):
+        ours, theirs = read(chinese), read(english)
+        if ours and ours != theirs:
+            lacking.append(f"{ours}, {theirs}")
+    for row in rows(chinese):
+        if not any(is_translated(row, other) for other in rows(english)):
+            lacking.append(" | ".join(row))
     plain = " ".join(english.split())
     for text in re.findall(r"`([^`\n]+)`", FENCE.sub("", chinese)):
-        found += [] if text in plain else [text]
-    digits = ENGLISH.sub(lambda word: WORDS[word[0].lower()], plain)
-    digits = digits.replace("bits", "bit").replace("-bit", " bit")
-    figures = Counter(FIGURE.findall(chinese)) - Counter(FIGURE.findall(digits))
-    return found + sorted(figures)
+        if text not in plain:
+            lacking.append(text)
+    figures = Counter(FIGURE.findall(chinese)) - Counter(FIGURE.findall(in_digits(plain)))
+    return lacking + sorted(figures)
 
 
 @pytest.mark.parametrize("part", CHINESE)

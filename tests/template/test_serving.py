@@ -31,8 +31,11 @@ def test_the_dockerfile_has_one_image_to_train_and_to_serve(default: BakedProjec
     # The exec form: python gets SIGTERM, not a shell.
     assert json.loads(last["ENTRYPOINT"]) == ["python", "-m", "my_trainer"]
     assert json.loads(last["CMD"]) == ["--help"]
-    copied = [text.split()[:-1] for word, text in steps if word == "COPY"]
-    sources = {name for names in copied for name in names if not name.startswith("--")}
+    sources = set[str]()
+    for word, text in steps:
+        if word == "COPY":
+            *names, _ = text.split()  # the last one is where they go
+            sources.update(name for name in names if not name.startswith("--"))
     assert {"environment.py", "lock-*.txt", "Makefile", "my_trainer", "configs"} <= sources
     # [x] at the end: may be missing, and COPY takes the others of its line
     for source in sources - {"wheel[s]", "vendor/dist-templat[e]"}:
@@ -64,43 +67,45 @@ def wrong_objects(text: str) -> list[str]:
     except kubernetes_validate.ValidationError as error:
         return [error.message]
     items = {item["kind"]: item for item in manifest["items"]}
-    deployment, service, scaler = (
-        items[kind]["spec"] for kind in ("Deployment", "Service", "HorizontalPodAutoscaler")
-    )
+    deployment, service = items["Deployment"]["spec"], items["Service"]["spec"]
+    scaler = items["HorizontalPodAutoscaler"]["spec"]
     pod = deployment["template"]["spec"]
     (container,) = pod["containers"]
     labels = deployment["template"]["metadata"]["labels"].items()
-    selectors = (deployment["selector"]["matchLabels"], service["selector"])
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    of_deployment = deployment["selector"]["matchLabels"].items()
+    of_service = service["selector"].items()
+    (port,) = container["ports"]
     kinds = ("startupProbe", "livenessProbe", "readinessProbe")
     probes = [container[name]["httpGet"] for name in kinds]
-    scraped = deployment["template"]["metadata"]["annotations"]
-    asked = {probe["port"] for probe in probes} | {port["targetPort"] for port in service["ports"]}
+    paths = [probe["path"] for probe in probes]
+    asked = {probe["port"] for probe in probes}
+    asked.update(each["targetPort"] for each in service["ports"])
+    annotations = deployment["template"]["metadata"]["annotations"]
+    scraped = {name: annotations[f"prometheus.io/{name}"] for name in ("scrape", "path", "port")}
+    metrics = {"scrape": "true", "path": METRICS, "port": str(port["containerPort"])}
     mounts = {mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"] for volume in pod["volumes"]}
     target = scaler["scaleTargetRef"]["name"]
     given = command.flags(container["args"][1:])
     before = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     grace = pod["terminationGracePeriodSeconds"]
     no_root = pod["securityContext"]["runAsNonRoot"]
     capabilities = container["securityContext"]["capabilities"]
+    variables = {variable["name"] for variable in container["env"]}
+    is_at_port = given.port == port["containerPort"]
     holds = {
-        "selectors match the pods' labels": all(each.items() <= labels for each in selectors),
-        "probes and the service name the port": asked == set(ports),
-        "it is ready when the model is": [probe["path"] for probe in probes]
-        == [READY, HEALTH, READY],
-        "Prometheus finds the metrics": (
-            scraped["prometheus.io/scrape"] == "true"
-            and scraped["prometheus.io/path"] == METRICS
-            and [scraped["prometheus.io/port"]] == [str(port) for port in ports.values()]
-        ),
-        "each mount has a volume": mounts == {volume["name"] for volume in pod["volumes"]},
+        "selectors match the pods' labels": of_deployment <= labels and of_service <= labels,
+        "probes and the service name the port": asked == {port["name"]},
+        "it is ready when the model is": paths == [READY, HEALTH, READY],
+        "Prometheus finds the metrics": scraped == metrics,
+        "each mount has a volume": mounts == volumes,
         "the deployment is scaled": target == items["Deployment"]["metadata"]["name"],
         "a range of replicas": 1 <= scaler["minReplicas"] <= scaler["maxReplicas"],
         "CPUs to measure": "cpu" in container["resources"]["requests"],
         "no root": no_root and capabilities == {"drop": ["ALL"]},
-        "it listens": [*ports.values()] == [given.port] and given.host == "0.0.0.0",
+        "it listens": is_at_port and given.host == "0.0.0.0",
         "it has its grace": before + given.grace_s + 5 <= grace,
-        "it has a key": given.api_key_env in {variable["name"] for variable in container["env"]},
+        "it has a key": given.api_key_env in variables,
     }
     return [name for name, is_so in holds.items() if not is_so]
 

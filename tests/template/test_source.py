@@ -25,11 +25,15 @@ IMAGES = {".png", ".gif", ".svg"}
 
 @cache
 def texts(folder: Path) -> dict[Path, str]:
-    tops = [path for path in folder.iterdir() if path.name not in SKIPPED]
-    found = [path for top in tops for path in (top, *top.rglob("*"))]
-    found = [path for path in found if not SKIPPED & set(path.relative_to(ROOT).parts)]
-    found = [path for path in found if path.is_file() and path.suffix not in IMAGES]
-    return {path: path.read_text("utf-8") for path in found}
+    found: dict[Path, str] = {}
+    for top in folder.iterdir():
+        if top.name in SKIPPED:  # before they are walked through
+            continue
+        for path in (top, *top.rglob("*")):
+            is_skipped = not SKIPPED.isdisjoint(path.relative_to(ROOT).parts)
+            if not is_skipped and path.is_file() and path.suffix not in IMAGES:
+                found[path] = path.read_text("utf-8")
+    return found
 
 
 def test_copied_files_hold_no_jinja_and_the_package_imports_itself_relatively() -> None:
@@ -53,17 +57,21 @@ def test_yaml_and_toml_parse_and_no_python_file_is_called_utils() -> None:
 def test_blocked_versions_are_excluded_wherever_their_package_is_required() -> None:
     """The project's pyproject.toml has the list; a library's metadata has to repeat it."""
     chosen = tomllib.loads((SOURCE / "pyproject.toml").read_text())["tool"]["environment"]
-    blocked = {Requirement(rule).name: Requirement(rule).specifier for rule in chosen["blocked"]}
-    assert {"lightning", "pytorch-lightning"} <= set(blocked)
-    assert all("GHSA-" in advisory for advisory in chosen["blocked"].values())
-    found, pattern = 0, re.compile(r"(?<![\w-])([\w-]+)([=<>~!]=?\d[^\"\s;]*)")
+    blocked: dict[str, list[str]] = {}  # versions, by package
+    for rule, advisory in chosen["blocked"].items():
+        assert "GHSA-" in advisory
+        requirement = Requirement(rule)
+        blocked[requirement.name] = [version.version for version in requirement.specifier]
+    assert {"lightning", "pytorch-lightning"} <= blocked.keys()
     lists = [text for path, text in texts(ROOT).items() if path.suffix in {".toml", ".txt"}]
-    for name, text in pattern.findall("\n".join(lists)):
-        versions = [rule.version for rule in blocked.get(name, ())]
-        allowed = list(Requirement(name + text).specifier.filter(versions))
-        assert not allowed, f"{name}{text}"
-        found += bool(versions)
-    assert found >= 5  # the library's pyproject.toml and both locks: lightning, pytorch-lightning
+    requirements = re.findall(r"(?<![\w-])([\w-]+)([=<>~!]=?\d[^\"\s;]*)", "\n".join(lists))
+    num_checked = 0
+    for name, versions in requirements:
+        if name in blocked:
+            allowed = Requirement(name + versions).specifier.filter(blocked[name])
+            assert not list(allowed), f"{name}{versions}"
+            num_checked += 1
+    assert num_checked >= 5  # the library's pyproject.toml and both locks have both
 
 
 def test_no_file_names_a_package_registry() -> None:
@@ -88,28 +96,27 @@ def tree_in(readme: str) -> set[str]:
 
 def test_trees_in_the_readmes_are_current(default: BakedProject) -> None:
     project = default.path
-    listed = {
-        path for path in (project / default.package).glob("*.py") if path.name != "__init__.py"
-    }
-    listed |= {*project.glob("[!.]*"), *(project / "configs").iterdir()}
-    top = {path for path in ROOT.glob("[!.]*") if path.name not in SKIPPED}
-    for root, must_list in ((project, listed), (ROOT, top)):
+    of_project = {*project.glob("[!.]*"), *(project / "configs").iterdir()}
+    of_project |= {*(project / default.package).glob("*.py")}
+    of_project -= {project / default.package / "__init__.py"}
+    of_root = {path for path in ROOT.glob("[!.]*") if path.name not in SKIPPED}
+    for root, must_list in ((project, of_project), (ROOT, of_root)):
         paths = tree_in((root / "README.md").read_text())
         assert not [path for path in paths if not (root / path).exists()], "it lists what is gone"
-        listed = {path.rstrip("/") for path in paths}
-        assert {path.relative_to(root).as_posix() for path in must_list} <= listed
+        listed = {root / path for path in paths}
+        assert must_list <= listed, must_list - listed
 
 
 def test_every_page_and_configuration_that_is_named_exists(default: BakedProject) -> None:
     """In comments and strings of project and library, and in links of the project's README."""
+    library = ROOT / "src" / "dist_template"
     files = [path for name, path in default.files.items() if name != "README.md"]
-    named, library = list[str](), ROOT / "src" / "dist_template"
-    for path in [*files, *library.rglob("*.py")]:
-        pattern = r"(?<![\w/])(?:docs/[\w/.-]*\w|configs/[\w./-]*\.yaml)"
-        named += re.findall(pattern, path.read_text(encoding="utf-8"))
+    files += library.rglob("*.py")
+    pattern = re.compile(r"(?<![\w/])(?:docs/[\w/.-]*\w|configs/[\w./-]*\.yaml)")
+    named = [name for path in files for name in pattern.findall(path.read_text("utf-8"))]
     assert len(named) > 10
-    places = (ROOT, default.path, library)
-    assert not [each for each in named if not any((place / each).exists() for place in places)]
+    for name in named:
+        assert any((place / name).exists() for place in (ROOT, default.path, library)), name
     links = re.findall(r"\]\(([^)#\s]+)", default.read("README.md"))
     assert len(links) > 4 and all(link.startswith(f"{ROOT.as_uri()}/docs/") for link in links)
     assert not [link for link in links if not Path(link.removeprefix("file://")).exists()]
@@ -122,14 +129,19 @@ def test_every_room_has_its_owners_and_every_pattern_a_file(repository: Path) ->
     rules = [line.split() for line in OWNERS.read_text().splitlines() if line[:1] not in ("", "#")]
 
     def fits(file: str, pattern: str) -> bool:
-        return fnmatch(f"/{file}", pattern + "*" * pattern.endswith("/"))
+        if pattern.endswith("/"):  # all files of a folder
+            pattern += "*"
+        return fnmatch(f"/{file}", pattern)
 
     files = [str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()]
-    assert not [pattern for pattern, _ in rules if not any(fits(file, pattern) for file in files)]
+    for pattern, _ in rules:
+        assert any(fits(file, pattern) for file in files), pattern
     for name, path in house.modules(ROOT / "src" / "dist_template").items():
         room = house.room_of(name, path) if name else "ground"
-        owned = [path.relative_to(ROOT).as_posix()]
-        owned += [f"tests/{room}/test_one.py"] * (owned[0].count("/") > 2)
+        own = path.relative_to(ROOT).as_posix()
+        owned = [own]
+        if own.count("/") > 2:  # a room that is a folder has tests in one of its name
+            owned.append(f"tests/{room}/test_one.py")
         for file in owned:
             teams = [team for pattern, team in rules if fits(file, pattern)]
             assert teams[-1] == f"@org/{room}", file  # the last rule decides
