@@ -1,6 +1,7 @@
 """A resumed run reads the batches, and draws the augmentations, of an uninterrupted one: loaders of
 any kind, with and without worker processes."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -207,11 +208,13 @@ class Module(L.LightningModule):
 
 
 def numbers(batch: Any) -> list[float]:
+    if batch is None:  # of a loader that has ended before the others
+        return []
     if isinstance(batch, dict):
-        batch = [*batch.values()]
+        batch = list(batch.values())
     if isinstance(batch, list | tuple):
-        return [number for each in batch for number in numbers(each)]
-    return [] if batch is None else batch.flatten().tolist()
+        return sum(map(numbers, batch), [])
+    return batch.flatten().tolist()
 
 
 class OfMaker(OfLoader):
@@ -228,10 +231,10 @@ def fit(
     module = Module(stop, folder)
     given: Any = {"max_epochs": 3, "max_steps": 18} | options
     trainer = L.Trainer(callbacks=[RandomState(), SampleOrder()], **given, **QUIET)
-    path = folder / "last.ckpt"
     data = OfMaker(loader) if is_made_again else OfLoader(loader)
+    checkpoint = None if stop else folder / "last.ckpt"
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=path if not stop else None)
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     except SystemExit:  # of KeyboardInterrupt
         pass
     return module
@@ -254,19 +257,13 @@ def test_a_resumed_run_reads_and_draws_as_an_uninterrupted_one(tmp_path: Path, k
             assert torch.equal(weight, resumed.state_dict()[name])
 
 
+KINDS = ("own generator", "owned", "weighted", "dict", "cycles", "stream")
+ASKED_AGAIN = list(itertools.product(KINDS, (1, 2), (False, True)))
+DAILY_AGAIN = [("own generator", 1, False), ("own generator", 1, True), ("dict", 1, False)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "every", "is_made_again"),
-    tiers(
-        [
-            (kind, every, is_made_again)
-            for kind in ("own generator", "owned", "weighted", "dict", "cycles", "stream")
-            for every in (1, 2)
-            for is_made_again in (False, True)
-        ],
-        daily=[("own generator", 1, False), ("own generator", 1, True), ("dict", 1, False)],
-    ),
-)
+@pytest.mark.parametrize(("kind", "every", "is_made_again"), tiers(ASKED_AGAIN, DAILY_AGAIN))
 def test_loaders_that_are_asked_for_again_resume_as_well(
     tmp_path: Path, kind: str, every: int, is_made_again: bool
 ) -> None:

@@ -18,7 +18,8 @@ from tests.support.tiers import tiers
 
 pytestmark = pytest.mark.slow
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "tp", "fsdp2_tp", "fsdp2_ep", "fsdp2_tp_ep", "zero2", "zero3"]
-CASES = [(k, s) for k in TARGETS for s in STRATEGIES if not (k == "llama" and "ep" in s)]
+CASES = [(kind, strategy) for kind in TARGETS for strategy in STRATEGIES]
+CASES = [case for case in CASES if case[0] != "llama" or "ep" not in case[1]]  # it has no experts
 DAILY = [("llama", "tp"), ("experts", "fsdp2_ep")]
 
 
@@ -32,7 +33,8 @@ class LocalBytes(Callback):
         sizes = {}
         for name, parameter in pl_module.model.named_parameters():
             local = getattr(parameter, "ds_tensor", parameter)
-            local = local.to_local() if isinstance(local, DTensor) else local
+            if isinstance(local, DTensor):
+                local = local.to_local()
             sizes[name] = local.numel() * local.element_size()
         file = run_folder(trainer) / f"bytes{trainer.global_rank}.json"
         file.write_text(json.dumps(sizes))
@@ -93,8 +95,9 @@ def test_a_variant_trains_as_one(train: Trainings, kind: str, strategy: str, fla
     assert many.loss == pytest.approx(one.loss, rel=1e-2 if flag == HALF else 1e-6)
     if flag == NF4:
         assert one.loss != trained(train, kind, "one").loss
-        replicated = strategy.startswith(("ddp", "zero2"))
-        assert_sharded(many, one, r"proj\.base_layer\.weight$", 1 if replicated else 2)
+        is_replicated = strategy.startswith(("ddp", "zero2"))
+        shards = 1 if is_replicated else 2
+        assert_sharded(many, one, r"proj\.base_layer\.weight$", shards)
 
 
 def run(train: Trainings, strategy: str, *extra: str, kind: str, **more: Any) -> Any:
@@ -111,7 +114,8 @@ def test_a_resumed_training_equals_the_uninterrupted_one(train: Trainings, strat
     resumed = run(train, strategy, f"--ckpt_path={checkpoint}", kind="experts")
     assert resumed.loss == {step: whole.loss[step] for step in (4, 5, 6)}
     saved = read_full(checkpoint)
-    assert all(".lora_" in n or "e_score_correction_bias" in n for n in saved["state_dict"])
+    for name in saved["state_dict"]:
+        assert ".lora_" in name or "e_score_correction_bias" in name
     assert len(saved["frozen_base"]["sha256"]) == 64
 
 

@@ -41,10 +41,10 @@ def test_a_strategy_trains_to_the_numbers_of_one_process(
     rates, expected = (run.metric("train/learning_rate") for run in (many, one))
     assert rates == pytest.approx(expected, rel=1e-12)
     assert list(one.eval()) == [STEPS // 2, STEPS]
-    expected, samples = (
-        {step: {*rows} for step, rows in run.rows().items()} for run in (one, many)
-    )
-    assert samples == expected, "every global batch has the same samples"
+    expected, samples = one.rows(), many.rows()
+    assert samples.keys() == expected.keys()
+    for step in expected:  # their order depends on the ranks
+        assert set(samples[step]) == set(expected[step]), "a global batch has the same samples"
 
 
 @pytest.mark.parametrize("strategy", tiers(["ddp", "fsdp2", "tp", "cp", "pp", "zero3"], daily=[]))
@@ -55,9 +55,8 @@ def test_modules_learn_the_answers_of_conversations(train: Trainings, strategy: 
         chats.taught(chats.tokenizer(folder) / "chats.jsonl")
     given = [f"--data.source.paths=[{folder}/chats.jsonl]", f"--data.tokenizer.path={folder}"]
     given = ["--data.source=Chat", "--data.tokenizer=Pretrained", *given, "--data.seq_len=128"]
-    one, many = (
-        train("mtp", name, *given, prelude=parity.keep_labels) for name in ("one", strategy)
-    )
+    one = train("mtp", "one", *given, prelude=parity.keep_labels)
+    many = train("mtp", strategy, *given, prelude=parity.keep_labels)
     parity.assert_trains_alike(many, one)
 
 
@@ -74,10 +73,11 @@ def test_exported_modules_are_trained_further(
         "--model.optim.warmup=0",
     ]
     one, many = (train.run("fit", "mtp", name, *given) for name in ("one", strategy))
-    assert all(torch.equal(many.start[name], tensor) for name, tensor in trained.end.items())
-    losses = [run.metric("train/mtp_loss") for run in (one, many)]
-    assert losses[0][1] < train("mtp", "one").metric("train/mtp_loss")[1] - 0.1
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for name, tensor in trained.end.items():
+        assert torch.equal(many.start[name], tensor), name
+    expected = one.metric("train/mtp_loss")
+    assert expected[1] < trained.metric("train/mtp_loss")[1] - 0.1, "it starts where it ended"
+    assert many.metric("train/mtp_loss") == pytest.approx(expected, rel=1e-6)
 
 
 LEGS = [
@@ -142,12 +142,11 @@ OPTIONS = {  # model, flags, tolerance of the loss, strategies in `make test`, o
     "bf16-mixed": ("deepseek_v3", MIXED, 2e-2, ["fsdp2"], ["one", *SHARDING]),
     "bf16-true": ("llama", ["--trainer.precision=bf16-true"], 5e-2, ["zero3"], ["fsdp2"]),
 }
+DAILY_WITH = [(name, strategy) for name, option in OPTIONS.items() for strategy in option[3]]
 WITH = [(name, strategy) for name, option in OPTIONS.items() for strategy in option[3] + option[4]]
 
 
-@pytest.mark.parametrize(
-    ("option", "strategy"), tiers(WITH, [(name, s) for name, s in WITH if s in OPTIONS[name][3]])
-)
+@pytest.mark.parametrize(("option", "strategy"), tiers(WITH, DAILY_WITH))
 def test_an_option_changes_no_number(train: Trainings, option: str, strategy: str) -> None:
     model, flags, tolerance, *_ = OPTIONS[option]
     plain, changed = train(model, "one"), train(model, strategy, *flags)
