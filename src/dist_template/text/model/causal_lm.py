@@ -45,7 +45,7 @@ SIZES = {
     "num_attention_heads": (0, 2**20),
 }
 EXTRA = "extra"  # key of model.architecture
-# where code reads a key: config.key, text_config.key, getattr(config, "key", kwargs.pop("key"
+# where code reads a key: as an attribute of a config or text_config, by getattr, or from kwargs
 READS = re.compile(r'(?:\b(?:text_)?config(?:\.|, ")|kwargs\.(?:pop|get)\(")(\w+)')
 # what may differ from pretrained weights
 ROPE, POSITIONS = ("rope_parameters", "max_position_embeddings")
