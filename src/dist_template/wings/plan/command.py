@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...by_tokens import AUTO
 from ...errors import InputError
-from ...project import Project, program
+from ...project import Flags, Project, program
 from ...table import Table
 from .. import sizes
 from ..ranges import in_range
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .estimate import Planned
     from .planner import Planner
 
-GB, BEST = 1e9, 3  # strategies whose flags are shown
+GB = 1e9
+BEST = 3  # strategies whose flags are shown
 HEAD = [
     "devices",
     "strategy",
@@ -38,19 +39,14 @@ times assume the speeds of --tflops and --bandwidth."""
 
 
 def main(argv: list[str], project: Project) -> None:
-    """Prints all strategies on a machine, their memory and traffic, and the flags of the best."""
-    parser = sizes.parser("plan", str(__doc__))
-    parser.add_argument("--memory", help="memory per device, as 80GB (10^9) or 80GiB (2^30)")
-    speed, reached = (
-        in_range(float, 0.001),
-        "TFLOP/s that matrix products reach (default: 600, an H100 in 16 bits)",
-    )
-    parser.add_argument("--tflops", type=speed, default=600.0, help=reached)
-    rates = "GB/s that a device sends within a node, and to others (default: 300 40)"
-    parser.add_argument("--bandwidth", type=speed, nargs=2, default=[300.0, 40.0], help=rates)
-    own, flags = parser.parse_known_args(argv[1:])
+    """Prints all strategies on a machine, their memory and traffic, and the flags of the best.
+
+    It reads the configuration, takes the sizes of the machine from flags or from keys, chooses the
+    global batch as `fit` does, estimates every strategy, and prints."""
+    own, flags = _parser().parse_known_args(argv[1:])
     if own.memory:
         flags.append(f"--cluster.device_memory={own.memory}")
+    # Here, because they import torch, and `--help` does without.
     from ...cli.fit import WithoutTrainer
     from ...cli.limits import Machine as Described
     from ...cli.limits import accumulated_batch, least_batch
@@ -60,7 +56,7 @@ def main(argv: list[str], project: Project) -> None:
     from .planner import Planner
 
     cli = WithoutTrainer.of([argv[0], *flags], project)
-    trainer, site = {**cli.config_init.trainer}, cli.config_init.cluster
+    trainer, site = vars(cli.config_init.trainer), cli.config_init.cluster
     described = Described.described(trainer, default=1)
     nodes = own.nodes or site.nodes or described.num_nodes
     devices = own.devices or site.devices_per_node or trainer["devices"]
@@ -72,9 +68,10 @@ def main(argv: list[str], project: Project) -> None:
     machine = Machine(
         nodes, int(devices), site.memory_bytes, 1e12 * own.tflops, 1e9 * within, 1e9 * between
     )
-    of_job = Described.described({**trainer, "devices": int(devices), "num_nodes": nodes})
+    of_job = Described.described(trainer | {"devices": int(devices), "num_nodes": nodes})
     given = of_job, trainer, cli.model, cli.datamodule
-    if size := accumulated_batch(*given):
+    size = accumulated_batch(*given)
+    if size:
         cli.datamodule.global_batch_size = size
     elif getattr(cli.datamodule, "global_batch_size", None) == AUTO:  # the data are not read here
         size = batch_for(sys.maxsize, 1, math.lcm(least_batch(*given), of_job.world_size))
@@ -87,6 +84,18 @@ def main(argv: list[str], project: Project) -> None:
     print(f"\nCheckpoints: {estimated(trained, cli.config_init, nodes, int(devices), seconds)}.")
 
 
+def _parser() -> Flags:
+    """Returns the parser of the flags that are not keys of `fit`."""
+    parser = sizes.parser("plan", str(__doc__))
+    parser.add_argument("--memory", help="memory per device, as 80GB (10^9) or 80GiB (2^30)")
+    speed = in_range(float, 0.001)
+    reached = "TFLOP/s that matrix products reach (default: 600, an H100 in 16 bits)"
+    parser.add_argument("--tflops", type=speed, default=600.0, help=reached)
+    rates = "GB/s that a device sends within a node, and to others (default: 300 40)"
+    parser.add_argument("--bandwidth", type=speed, nargs=2, default=[300.0, 40.0], help=rates)
+    return parser
+
+
 def show(planner: Planner, options: list[Planned]) -> None:
     """Prints strategies, the flags of the first that fit, and the parts of the best one's
     memory."""
@@ -95,23 +104,29 @@ def show(planner: Planner, options: list[Planned]) -> None:
         f"{size.total / 1e6:,.1f} M parameters, {size.trainable / 1e6:,.1f} M of them trained, a"
         f" step of {options[0].facts.global_batch_size} sequences of {data.seq_len} tokens\n"
     )
-    print(Table(title, HEAD, list(map(_row, options)), NOTE).as_text())
-    for name, why in planner.failed.items():
-        print(f"\nNot planned, as the trace of a block fails: {name} ({why})")
+    print(Table(title, HEAD, [_row(option) for option in options], NOTE).as_text())
+    for name, error in planner.failed.items():
+        print(f"\nNot planned, as the trace of a block fails: {name} ({error})")
     fitting = [option for option in options if option.fits]
     for option in fitting[:BEST]:
         flags = f"{option.candidate.flags} --data.micro_batch_size {option.facts.micro_batch_size}"
         flags += f" --model.blocks.checkpointing {option.facts.checkpointing}"
         print(f"\n{_where(option)}: {program('fit')} --config … {flags}")
+    best = options[0]  # those that fit come first
     if not fitting:
         print("\nNothing fits: more devices, more memory or a shorter data.seq_len are needed.")
-    best = (fitting or options)[0]
-    head, lines = [f"GB of {_where(best)}"], dict[str, list[str]]()
-    for option in planner.by_checkpointing(
-        best.candidate, best.machine, best.facts.micro_batch_size
-    ):
+    _show_parts(planner, best)
+
+
+def _show_parts(planner: Planner, best: Planned) -> None:
+    """Prints the parts of a strategy's memory: a column for each kind of checkpointing."""
+    head = [f"GB of {_where(best)}"]
+    lines: dict[str, list[str]] = {}  # part: its name and its cells
+    rows = best.facts.micro_batch_size
+    for option in planner.by_checkpointing(best.candidate, best.machine, rows):
         head.append(f"checkpointing {option.facts.checkpointing}")
-        for name, bytes_ in (option.parts() | {"total": option.total()}).items():
+        parts = option.parts() | {"total": option.total()}
+        for name, bytes_ in parts.items():
             lines.setdefault(name, [name]).append(f"{bytes_ / GB:.2f}")
     print("\n" + Table("", head, list(lines.values())).as_text())
 
@@ -121,15 +136,16 @@ def _where(option: Planned) -> str:
 
 
 def _row(option: Planned) -> list[str]:
-    parts, machine, total, facts = option.parts(), option.machine, option.total(), option.facts
+    """Returns the cells of a strategy, in the order of HEAD."""
+    machine, facts = option.machine, option.facts
     row = [f"{machine.nodes} x {machine.devices}", str(option.candidate)]
     row += [str(facts.micro_batch_size), facts.checkpointing]
-    state, kept = sum(parts[name] for name in option.spec.STATE), parts["activations"]
-    for size in (state, kept, total - state - kept, total):
+    parts, total = option.parts(), option.total()
+    state = sum(parts[name] for name in option.spec.STATE)
+    activations = parts["activations"]
+    for size in (state, activations, total - state - activations, total):
         row.append(f"{size / GB:.1f}")
-    return [
-        *row,
-        "yes" if option.fits else "no",
-        f"{option.sent() / GB:.1f}",
-        f"{option.seconds():.2f}",
-    ]
+    row.append("yes" if option.fits else "no")
+    row.append(f"{option.sent() / GB:.1f}")
+    row.append(f"{option.seconds():.2f}")
+    return row

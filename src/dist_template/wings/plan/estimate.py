@@ -1,5 +1,9 @@
 """One strategy's memory and time on a machine, by the strategy's own formulas and traced
-activations; tests/wings/test_plan.py compares them with trainings."""
+activations; tests/wings/test_plan.py compares them with trainings.
+
+planner.py makes a `Planned` for each strategy. `parts` asks the strategy for the bytes of each part
+of its memory, `total` adds up those that are in memory at the same time, `seconds` adds the times
+of computation and of traffic, and `order` ranks a strategy among the others by them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -45,15 +49,18 @@ class Planned:
     def parts(self) -> dict[str, float]:
         """Returns STATE, MOVING, buffers and the allowance for what is not counted."""
         memory = self.spec.memory(self.facts)
-        buffers = sum(
-            size for name, size in memory.items() if name not in (*self.spec.STATE, *MOVING)
-        )
-        kept, logits, backward = (memory[name] for name in MOVING)
-        allowance = CONTEXT + FRAGMENTATION * (kept + max(logits, backward) + buffers)
-        parts = {name: memory[name] for name in (*self.spec.STATE, *MOVING)}
-        return parts | {"buffers": buffers, "allowance": allowance}
+        parts: dict[str, float] = {}
+        for name in self.spec.STATE + MOVING:
+            parts[name] = memory[name]
+        buffers = sum(size for name, size in memory.items() if name not in parts)
+        moving = parts["activations"] + max(parts["logits"], parts["backward"])
+        parts["buffers"] = buffers
+        parts["allowance"] = CONTEXT + FRAGMENTATION * (moving + buffers)
+        return parts
 
     def total(self) -> float:
+        """Returns the bytes at the peak. Logits and backward are never in memory at the same time:
+        the larger of the two counts."""
         parts = self.parts()
         return sum(parts.values()) - min(parts["logits"], parts["backward"])
 
@@ -72,31 +79,32 @@ class Planned:
         micro-batch."""
         if not self.fits:
             return 1, self.total()
-        took, recomputed = float(f"{self.seconds():.3g}"), RECOMPUTED[self.facts.checkpointing]
-        return 0, took, recomputed, -self.facts.micro_batch_size
+        step_s = float(f"{self.seconds():.3g}")
+        return 0, step_s, RECOMPUTED[self.facts.checkpointing], -self.facts.micro_batch_size
 
     def sent(self) -> float:
         """Returns the bytes that a device sends in an optimizer step."""
-        return sum(one.sent for one in self.spec.traffic(self.facts))
+        return sum(message.sent for message in self.spec.traffic(self.facts))
 
     def seconds(self) -> float:
-        """Returns the time of an optimizer step. What no computation waits for is hidden behind
-        it."""
+        """Returns the time of an optimizer step. Traffic that no computation waits for is hidden
+        behind it: of the two, the longer one counts."""
         facts, spec = self.facts, self.spec
         tokens = facts.global_batch_size * facts.seq_len / facts.world_size
         trained = self.flops_per_token * RECOMPUTED[facts.checkpointing]
         compute = tokens * (trained + self.frozen_flops_per_token) / self.machine.flops
         compute *= spec.slowdown(facts)
         hidden = exposed = 0.0
-        for one in spec.traffic(facts):
+        for message in spec.traffic(facts):
             speed = self.machine.between
-            if one.span <= self.machine.devices:
+            if message.span <= self.machine.devices:
                 speed = self.machine.within
-            if one.waits:
-                exposed += one.sent / speed
+            if message.waits:
+                exposed += message.sent / speed
             else:
-                hidden += one.sent / speed
-        updated, fetched = spec.on_host(facts)  # gradients to the host, weights back
+                hidden += message.sent / speed
+        # Parameters that the host updates: their gradients go to the host, their weights back.
+        updated, fetched = spec.on_host(facts)
         exposed += updated * (2 * spec.weight_bytes(facts) / HOST + 1 / UPDATED)
         fetches = 2 * spec.accumulation(facts) * spec.used_bytes(facts)
         return max(compute, hidden) + exposed + fetches * fetched / HOST
