@@ -1,4 +1,8 @@
-"""`sweep`: tries values of some keys in many trainings, and writes the best configuration."""
+"""`sweep`: tries values of some keys in many trainings, and writes the best configuration.
+
+First the space is checked: `fit` checks a configuration with each choice and with both ends of each
+range. Then the trials run one after the other (study.py), and best.yaml gets the values of the best
+one."""
 
 from __future__ import annotations
 
@@ -46,11 +50,13 @@ def main(argv: list[str], project: Project) -> None:
     if given.name is not None and not given.name.strip():
         raise InputError("--name is empty; give the name of the sweep's folder, or remove the flag")
     require("optuna", "sweep", extra="sweep")
-    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1) > 1:
+    num_tasks = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1
+    if int(num_tasks) > 1:
         raise InputError("sweep starts the processes of each trial: start it as one task")
     from .study import Sweep, run
 
-    sweep = Sweep(*_checked(given, flags, project))
+    folder, definition = _checked(given, flags, project)
+    sweep = Sweep(folder, definition)
     for number in sweep.claim(given.trials):
         run(sweep, number, project)
     _write_best(sweep)
@@ -58,9 +64,50 @@ def main(argv: list[str], project: Project) -> None:
 
 def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path, dict[str, Any]]:
     """Returns folder and definition; `fit` has checked every choice and the ends of every range."""
-    from .study import distribution, flags_of
+    from .study import flags_of
 
-    where, space = f"--space {given.space}", read_keys(given.space, "--space")
+    where = f"--space {given.space}"
+    space = read_keys(given.space, "--space")
+    _check_space(space, where)
+    ends: dict[str, Any] = {}  # key: its choices, or both ends of its range
+    for key, entry in space.items():
+        (ends[key],) = entry.values()
+    if given.sampler == "grid":
+        if any("choice" not in entry for entry in space.values()):
+            raise InputError(f"{where}: a grid needs {{choice: [a, b]}} for each key")
+        given.trials = min(given.trials, math.prod(map(len, ends.values())))
+    # As many configurations as the longest list has values; a shorter list starts again.
+    for number in range(max(map(len, ends.values()))):
+        chosen = {key: values[number % len(values)] for key, values in ends.items()}
+        tried = flags_of(chosen)
+        cli = WithoutTrainer.of(["sweep", *flags, *tried], project)
+        config, trainer = cli.config_init, vars(cli.config_init.trainer)
+        best, machine = config.best_checkpoint, Machine.of(trainer)
+        metric = best.monitor
+        if not metric and getattr(cli.model, "counts_tokens", False):
+            metric = "eval/loss"
+        if not metric:
+            raise InputError(
+                "best_checkpoint.monitor is null, and a sweep compares trials by it: give the name"
+                " of a validation metric"
+            )
+        refusals = violations(machine, trainer, cli.model, cli.datamodule)
+        if refusals:
+            raise InputError(f"{' '.join(tried)}: {refusals[0]}")
+    definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
+    definition |= {"space": space, "flags": flags, "metric": metric, "mode": best.mode}
+    definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"
+    # refuses a wrong name
+    WithoutTrainer.of(["sweep", *flags, f"--run.name={definition['name']}"], project)
+    folder = Path(config.run.root) / definition["name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, definition | {"of": config.run.name}
+
+
+def _check_space(space: dict[str, Any], where: str) -> None:
+    """Raises InputError if the space is empty, has a wrong entry, or a key of the sweep's own."""
+    from .study import distribution
+
     if not space:
         raise InputError(f"{where} is empty; give keys of fit, each with one of {FORMS}")
     for key, entry in space.items():
@@ -76,34 +123,6 @@ def _checked(given: Namespace, flags: list[str], project: Project) -> tuple[Path
                 f"{where}: {key} is set by the sweep, or compares its trials: remove it from the"
                 " space; --name names the sweep"
             )
-    ends = {key: next(iter(entry.values())) for key, entry in space.items()}
-    if given.sampler == "grid":
-        if any("choice" not in entry for entry in space.values()):
-            raise InputError(f"{where}: a grid needs {{choice: [a, b]}} for each key")
-        given.trials = min(given.trials, math.prod(map(len, ends.values())))
-    for n in range(max(map(len, ends.values()))):
-        values = flags_of({key: each[n % len(each)] for key, each in ends.items()})
-        cli = WithoutTrainer.of(["sweep", *flags, *values], project)
-        config, trainer = cli.config_init, vars(cli.config_init.trainer)
-        best, machine = config.best_checkpoint, Machine.of(trainer)
-        metric = best.monitor or (
-            "eval/loss" if getattr(cli.model, "counts_tokens", False) else None
-        )
-        if metric is None:
-            raise InputError(
-                "best_checkpoint.monitor is null, and a sweep compares trials by it: give the name"
-                " of a validation metric"
-            )
-        if found := violations(machine, trainer, cli.model, cli.datamodule):
-            raise InputError(f"{' '.join(values)}: {found[0]}")
-    definition = {key: vars(given)[key] for key in ("sampler", "pruner", "prune_after")}
-    definition |= {"space": space, "flags": flags, "metric": metric, "mode": best.mode}
-    definition["name"] = given.name or f"{config.run.name}-{Path(given.space).stem}"
-    # refuses a wrong name
-    WithoutTrainer.of(["sweep", *flags, f"--run.name={definition['name']}"], project)
-    folder = Path(config.run.root) / definition["name"]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder, definition | {"of": config.run.name}
 
 
 def _write_best(sweep: Sweep) -> None:
@@ -113,16 +132,16 @@ def _write_best(sweep: Sweep) -> None:
     study, folder = sweep.study(), sweep.folder
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         raise Ended(Exit.FAILED, f"no trial was completed; see {folder}/trial-*/output.txt")
-    number, flags = study.best_trial.number, shlex.join(flags_of(study.best_params))
-    config = read_run(sweep.run(number).absolute()).config
+    number = study.best_trial.number
+    flags = shlex.join(flags_of(study.best_params))
     best = f"trial {number}: {sweep.definition['metric']} {study.best_value:.4f} with {flags}"
     start = f"{program('fit')} --config {shlex.quote(str(folder / 'best.yaml'))}"
+    journal = shlex.quote(str(folder / "journal.log"))
+    config = read_run(sweep.run(number).absolute()).config
     config["run"]["name"] = sweep.definition["of"]
     config["trainer"]["callbacks"].pop()  # Pruning, which is the last
-    write_atomically(
-        folder / "best.yaml", f"# {best}\n#   {start}\n{yaml.safe_dump(config, sort_keys=False)}"
-    )
-    print(
-        f"best           {best}\ntrain with it  {start}\nall trials     optuna-dashboard"
-        f" {shlex.quote(str(folder / 'journal.log'))}"
-    )
+    text = yaml.safe_dump(config, sort_keys=False)
+    write_atomically(folder / "best.yaml", f"# {best}\n#   {start}\n{text}")
+    print(f"best           {best}")
+    print(f"train with it  {start}")
+    print(f"all trials     optuna-dashboard {journal}")

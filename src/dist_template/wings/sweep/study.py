@@ -1,6 +1,8 @@
 """A sweep's trials: optuna's, in a journal that processes share, and `fit` in processes of its own.
 
-A callback ends the trials that are worse than others at the same step."""
+`Sweep` opens the journal, and `claim` takes one trial after the other: unfinished ones first, then
+new ones, whose values optuna chooses. `run` trains a trial by `fit` and reports its metric to
+optuna. Meanwhile the callback `Pruning` ends a trial that is worse than others at the same step."""
 
 import os
 import signal
@@ -38,24 +40,22 @@ class Sweep:
     def __init__(self, folder: Path, definition: dict[str, Any] | None = None) -> None:
         warnings.filterwarnings("ignore", "BruteForceSampler is experimental")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.folder, journal = folder, folder / "journal.log"
+        self.folder = folder
+        journal = folder / "journal.log"
         self._turn = JournalFileOpenLock(str(folder / "next"))
         lock = JournalFileOpenLock(str(journal))
         lock.acquire()  # optuna writes under it
         try:
-            # It would write behind an entry that a kill has cut, and then refuse the journal.
-            if journal.exists() and not (content := journal.read_bytes()).endswith(b"\n"):
-                os.truncate(journal, content.rfind(b"\n") + 1)
+            if journal.exists():
+                _remove_incomplete_line(journal)
         finally:
             lock.release()
         backend = JournalFileBackend(str(journal), lock)
         self._storage = optuna.storages.JournalStorage(backend)
         if definition:
+            direction = "maximize" if definition["mode"] == "max" else "minimize"
             study = optuna.create_study(
-                storage=self._storage,
-                study_name="",
-                load_if_exists=True,
-                direction="maximize" if definition["mode"] == "max" else "minimize",
+                storage=self._storage, study_name="", load_if_exists=True, direction=direction
             )
             if study.user_attrs.get("definition", definition) != definition:
                 raise InputError(f"{folder} has trials of another space or flags; set --name")
@@ -65,12 +65,13 @@ class Sweep:
 
     def study(self, sampler: optuna.samplers.BaseSampler | None = None) -> optuna.Study:
         """Returns optuna's study; its pruner counts optimizer steps."""
-        first = max(1, self.definition["prune_after"])
-        pruner = {
-            "median": pruners.MedianPruner(n_warmup_steps=first),
-            "hyperband": pruners.HyperbandPruner(first),
-            "none": pruners.NopPruner(),
-        }[self.definition["pruner"]]
+        first_step = max(1, self.definition["prune_after"])
+        name = self.definition["pruner"]
+        pruner: pruners.BasePruner = pruners.NopPruner()
+        if name == "median":
+            pruner = pruners.MedianPruner(n_warmup_steps=first_step)
+        elif name == "hyperband":
+            pruner = pruners.HyperbandPruner(first_step)
         return optuna.load_study(
             storage=self._storage, study_name="", sampler=sampler, pruner=pruner
         )
@@ -91,13 +92,17 @@ class Sweep:
                 is_taken = lock.take(self.run(number) / "worker") is not None
                 if not is_taken and not self.study().trials[number].state.is_finished():
                     yield number
-            while (new := self._new(lock, most)) is not None:
+            new = self._new(lock, most)
+            while new is not None:
                 yield new
+                new = self._new(lock, most)
 
     def _new(self, lock: RunLock, most: int) -> int | None:
+        """Creates the next trial; returns its number, or None if there are `most`."""
         self._turn.acquire()  # one process at a time: a trial's number determines its values
         try:
-            if (number := len(self.study().trials)) >= most:
+            number = len(self.study().trials)
+            if number >= most:
                 return None
             lock.take(self.run(number) / "worker")
             space = {key: distribution(entry) for key, entry in self.definition["space"].items()}
@@ -112,11 +117,19 @@ def distribution(entry: dict[str, list[Any]]) -> distributions.BaseDistribution:
     """Returns optuna's distribution of {kind: values}, an entry of the file of --space."""
     ((kind, values),) = entry.items()
     if kind == "choice":
-        return distributions.CategoricalDistribution([*values])
+        return distributions.CategoricalDistribution(list(values))
     if kind == "int":
         return distributions.IntDistribution(*map(int, values), log=False)
-    is_log = {"float": False, "log": True}[kind]
+    is_log = {"float": False, "log": True}[kind]  # KeyError: no such kind
     return distributions.FloatDistribution(*map(float, values), log=is_log)
+
+
+def _remove_incomplete_line(journal: Path) -> None:
+    """Removes an entry that a kill has cut: optuna would write behind it, and then refuse the
+    journal."""
+    content = journal.read_bytes()
+    if not content.endswith(b"\n"):
+        os.truncate(journal, content.rfind(b"\n") + 1)
 
 
 def flags_of(values: dict[str, object]) -> list[str]:
@@ -125,34 +138,47 @@ def flags_of(values: dict[str, object]) -> list[str]:
 
 def run(sweep: Sweep, number: int, project: Project) -> None:
     """Trains a trial, from its checkpoint if it has one; raises Ended if it was stopped."""
-    study, given, folder = sweep.study(), sweep.definition, sweep.run(number)
+    study, definition, folder = sweep.study(), sweep.definition, sweep.run(number)
     values = flags_of(study.trials[number].params)
     print(f"trial {number}: {' '.join(values)}", flush=True)
     callback = {"class_path": f"{__name__}.Pruning", "init_args": {"run": "{run}"}}
-    more = [f"--run.name={given['name']}", f"--trainer.callbacks+={shown(callback)}"]
-    argv = [sys.executable, "-m", project.package, "fit", *given["flags"], *values, *more]
+    argv = [sys.executable, "-m", project.package, "fit", *definition["flags"], *values]
+    argv.append(f"--run.name={definition['name']}")
+    argv.append(f"--trainer.callbacks+={shown(callback)}")
     code = start(argv, folder)
-    if (stopped := Exit.of_all([code])) in (Exit.REQUEUE, Exit.INTERRUPTED):
-        # a trial may be killed each time, if it needs more than the host's memory
-        kills = study.trials[number].user_attrs.get("kills", 0) + (code != stopped)
+    exit_code = Exit.of_all([code])
+    if exit_code in (Exit.REQUEUE, Exit.INTERRUPTED):
+        kills = study.trials[number].user_attrs.get("kills", 0)
+        if code != exit_code:  # a signal has killed it
+            kills += 1
         sweep.trial(number).set_user_attr("kills", kills)
+        # A trial that needs more than the host's memory is killed each time.
         if kills < KILLS:
-            raise Ended(stopped, f"trial {number} was stopped; the same command resumes the sweep")
-    pruned = study.trials[number].user_attrs.get("pruned")
-    state, value = TrialState.FAIL, None
-    if code:
-        lines = (folder / "output.txt").read_text("utf-8", "replace").strip().split("\n")
-        errors = [line for line in lines if line.startswith("error: ")]
-        end = f"failed with code {code}: {(errors or lines)[-1]}"
-    elif pruned:
-        state, end = TrialState.PRUNED, f"pruned at step {pruned}"
-    elif len(found := read_run(folder).metrics[given["metric"]].finite()):
-        state, value, end = TrialState.COMPLETE, found.last, f"{given['metric']} {found.last:.4f}"
-    else:
-        end = f"has no finite {given['metric']}"
+            raise Ended(
+                exit_code, f"trial {number} was stopped; the same command resumes the sweep"
+            )
+    state, value, end = _result(sweep, number, code)
     sweep.trial(number).set_user_attr("end", end)
     study.tell(number, value, state=state)
     print(f"trial {number}: {end}", flush=True)
+
+
+def _result(sweep: Sweep, number: int, code: int) -> tuple[TrialState, float | None, str]:
+    """Returns how a trial has ended, whose process exited with `code`: for optuna its state and
+    value, and in words."""
+    folder, metric = sweep.run(number), sweep.definition["metric"]
+    if code:
+        lines = (folder / "output.txt").read_text("utf-8", "replace").strip().split("\n")
+        errors = [line for line in lines if line.startswith("error: ")]
+        last_line = errors[-1] if errors else lines[-1]
+        return TrialState.FAIL, None, f"failed with code {code}: {last_line}"
+    pruned = sweep.study().trials[number].user_attrs.get("pruned")
+    if pruned:
+        return TrialState.PRUNED, None, f"pruned at step {pruned}"
+    series = read_run(folder).metrics[metric].finite()
+    if not len(series):
+        return TrialState.FAIL, None, f"has no finite {metric}"
+    return TrialState.COMPLETE, series.last, f"{metric} {series.last:.4f}"
 
 
 def start(argv: list[str], folder: Path) -> int:
@@ -163,8 +189,8 @@ def start(argv: list[str], folder: Path) -> int:
         process = subprocess.Popen(
             argv, env=variables, stdout=output, stderr=output, preexec_fn=end_with_parent
         )
-    for each in STOP:
-        signal.signal(each, lambda number, frame: process.send_signal(number))
+    for stop_signal in STOP:
+        signal.signal(stop_signal, lambda number, frame: process.send_signal(number))
     return process.wait()
 
 
@@ -175,13 +201,15 @@ class Pruning(Callback):
         self.run = Path(run)  # the trial's folder
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        step, stops = trainer.global_step, False
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
+        step, is_pruned = trainer.global_step, False
         if trainer.is_global_zero:
             sweep = Sweep(self.run.parent)
             trial = sweep.trial(int(self.run.name.removeprefix("trial-")))
             trial.report(float(trainer.callback_metrics[sweep.definition["metric"]]), step)
-            if stops := trial.should_prune() and step < trainer.estimated_stepping_batches:
+            if trial.should_prune() and step < trainer.estimated_stepping_batches:
+                is_pruned = True
                 trial.set_user_attr("pruned", step)
-        trainer.should_stop = from_all_ranks(stops)[0] or trainer.should_stop
+        if from_all_ranks(is_pruned)[0]:  # rank 0 decides
+            trainer.should_stop = True
