@@ -1,7 +1,9 @@
 """Measures all ranks before the first step, and names those that are slower than the others.
 
-No value is drawn from a global generator, and no process group remains: training is the same with
-and without."""
+Each rank multiplies matrices and copies memory, then all ranks reduce within their node and over
+all nodes; compare.py compares the figures, rank 0 writes and prints them, and all ranks exit or
+train. No value is drawn from a global generator, and no process group remains: training is the same
+with and without."""
 
 import json
 import platform
@@ -55,32 +57,38 @@ class Preflight(Callback):
 
     @only_shows  # a failed measurement does not end training
     def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
-        is_on = trainer.num_nodes > 1 if self.enabled is None else self.enabled
+        is_on = self.enabled
+        if is_on is None:
+            is_on = trainer.num_nodes > 1
         if stage != "fit" or not is_on or trainer.fast_dev_run:
             return
-        begun, device = time.time(), trainer.strategy.root_device
+        start, device = time.time(), trainer.strategy.root_device
         ranks = measure(device, trainer.num_nodes)
         if device.type != "cpu":
             torch.accelerator.empty_cache()  # for the weights
-        found = slow(ranks, self.least_share, trainer.num_nodes)
+        sentences = slow(ranks, self.least_share, trainer.num_nodes)
         if trainer.is_global_zero:
-            record = {"time": begun, "seconds": time.time() - begun, "slow": found, "ranks": ranks}
-            (folder := Path(self.folder)).mkdir(parents=True, exist_ok=True)
+            took_s = time.time() - start
+            record = {"time": start, "seconds": took_s, "slow": sentences, "ranks": ranks}
+            folder = Path(self.folder)
+            folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / FILE, json.dumps(record, indent=1))
-            known = [
-                f"{name} {ranks[0][name]:.3g} {unit}"
-                for name, (unit, _) in FIGURES.items()
-                if name in ranks[0]
-            ]
-            print(
-                f"preflight         {len(ranks)} ranks in {record['seconds']:.1f} s; rank 0:"
-                f" {', '.join(known)}"
-            )
-            for sentence in found:
+            own = ", ".join(_figures(ranks[0]))
+            print(f"preflight         {len(ranks)} ranks in {took_s:.1f} s; rank 0: {own}")
+            for sentence in sentences:
                 print(f"preflight: {sentence}", flush=True)
-        if found and self.refuse:
+        if sentences and self.refuse:
             cure = "exclude the node, or set preflight.refuse false"
-            raise Ended(Exit.MISMATCH, f"preflight: {'; '.join(found)} ({cure})")
+            raise Ended(Exit.MISMATCH, f"preflight: {'; '.join(sentences)} ({cure})")
+
+
+def _figures(rank: dict[str, Any]) -> list[str]:
+    """Returns a rank's figures in words."""
+    words = []
+    for name, (unit, _) in FIGURES.items():
+        if name in rank:
+            words.append(f"{name} {rank[name]:.3g} {unit}")
+    return words
 
 
 def measure(device: torch.device, num_nodes: int) -> list[dict[str, Any]]:
@@ -93,25 +101,31 @@ def measure(device: torch.device, num_nodes: int) -> list[dict[str, Any]]:
             own["device"] = torch.cuda.get_device_name(device)
         buffer = torch.zeros(elements, device=device)
         half, other = buffer.chunk(2)
-        # zeros would need less power than training does
-        matrix = torch.randn(
-            width, width, device=device, generator=torch.Generator(device).manual_seed(0)
-        ).to(dtype)
-        own["matmul"] = (
-            2 * width**3 / 1e12 / _seconds(lambda: torch.mm(matrix, matrix), device, limit_s)
-        )
-        own["copy"] = buffer.nbytes / 1e9 / _seconds(lambda: half.copy_(other), device, limit_s / 4)
+        # Random values, as zeros would need less power than training does; by a generator of
+        # their own, so that the global one stays as it is.
+        generator = torch.Generator(device).manual_seed(0)
+        matrix = torch.randn(width, width, device=device, generator=generator).to(dtype)
+        took_s = _seconds(lambda: torch.mm(matrix, matrix), device, limit_s)
+        own["matmul"] = 2 * width**3 / 1e12 / took_s  # a product and a sum for each of width^3
+        took_s = _seconds(lambda: half.copy_(other), device, limit_s / 4)
+        own["copy"] = buffer.nbytes / 1e9 / took_s  # half of it is read, half is written
     except Exception as error:  # memory that another process uses, a kernel that the device lacks
         own["error"] = reason(error)
-    if not any("error" in each for each in from_all_ranks(own)):
+    # All ranks or none: a rank without its buffer would let the others wait.
+    if not any("error" in figures for figures in from_all_ranks(own)):
         own |= _all_reduces(buffer, num_nodes)
-    return [{"rank": rank, **each} for rank, each in enumerate(from_all_ranks(own))]
+    ranks = []
+    for number, figures in enumerate(from_all_ranks(own)):
+        ranks.append({"rank": number} | figures)
+    return ranks
 
 
 def _all_reduces(buffer: Tensor, num_nodes: int) -> dict[str, float]:
     """Returns the bus bandwidths of all-reduces, in GB/s, as nccl-tests computes them: within a
     node on its first rank, of all ranks on rank 0. Collective."""
-    found, world = dict[str, float](), dist.get_world_size() if dist.is_initialized() else 1
+    bandwidths: dict[str, float] = {}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    # On one node the two sizes are equal, and the dictionary keeps "world" alone.
     for size, figure in {world // num_nodes: "node", world: "world"}.items():
         if size == 1:
             continue
@@ -119,25 +133,26 @@ def _all_reduces(buffer: Tensor, num_nodes: int) -> dict[str, float]:
         if size < world:
             # The node's ranks alone create a group, whose name in the store is a hash of their
             # order: descending ranks are not those of a group that training creates.
-            ranks = [*reversed(range(first, first + size))]
+            ranks = list(reversed(range(first, first + size)))
             group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
         took_s = _seconds(partial(dist.all_reduce, buffer, group=group), buffer.device)
         if dist.get_rank() == first:
-            found[figure] = 2 * (1 - 1 / size) * buffer.nbytes / 1e9 / took_s
+            bandwidths[figure] = 2 * (1 - 1 / size) * buffer.nbytes / 1e9 / took_s
         if group is not None:
             dist.destroy_process_group(group)
-    return found
+    return bandwidths
 
 
 def _seconds(work: Callable[[], object], device: torch.device, limit_s: float = 0.0) -> float:
     """Returns the median of the second half of at least six calls: the first one connects, and
     clocks change."""
-    took, end = list[float](), time.perf_counter() + limit_s
-    while len(took) < 6 or time.perf_counter() < end:
-        begun = time.perf_counter()
+    times: list[float] = []
+    end = time.perf_counter() + limit_s
+    while len(times) < 6 or time.perf_counter() < end:
+        start = time.perf_counter()
         work()
         if device.type != "cpu":
             torch.accelerator.synchronize()
         WATCHDOG.keep_alive()
-        took.append(time.perf_counter() - begun)
-    return median(took[len(took) // 2 :])
+        times.append(time.perf_counter() - start)
+    return median(times[len(times) // 2 :])

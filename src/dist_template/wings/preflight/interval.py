@@ -1,5 +1,9 @@
 """The interval of checkpoints that loses least to saves and failures. Without torch.
 
+`estimated` computes it for a run that has not started, and `of_run` for one that has measured its
+saves. `of_job` takes the measured one where there is one, for `launch`; `compared` sets it beside
+the interval that a run has used.
+
 Young, "A first order approximation to the optimum checkpoint interval" (1974), and Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps" (2006)."""
 
@@ -18,8 +22,8 @@ from ..history import History, of_any_types, read_run
 DEVICE_MTBF_H = 50_700.0
 DISK_GB_S = 2.0  # of a node, on a shared file system
 HOST_GB_S = 25.0  # of a device to its host's memory: what training waits for if a thread writes
-# of any save; of a trained parameter: its weight and AdamW's two moments, in fp32
-LEAST_S, BYTES = (0.1, 12)
+LEAST_S = 0.1  # of any save
+BYTES = 12  # of a trained parameter: its weight and AdamW's two moments, in fp32
 
 
 @dataclass(frozen=True)
@@ -34,22 +38,22 @@ class Interval:
     @property
     def best_s(self) -> float:
         """Seconds of training between two saves, by Daly's equation 37."""
-        x = min(1.0, self.save_s / (2 * self.mtbf_s))
-        return (
-            2 * self.mtbf_s * (math.sqrt(x) * (1 + math.sqrt(x) / 3 + x / 9) - x)
-            if x < 1
-            else self.mtbf_s
-        )
+        x = self.save_s / (2 * self.mtbf_s)
+        if x >= 1:  # a save takes twice the time between two failures, or more
+            return self.mtbf_s
+        return 2 * self.mtbf_s * (math.sqrt(x) * (1 + math.sqrt(x) / 3 + x / 9) - x)
 
     def lost(self, every_s: float) -> float:
         """Returns the share of the time that saves and repeated steps take, by Daly's equation
         20."""
-        return 1 - every_s / self.mtbf_s / math.expm1(
-            min(700, (every_s + self.save_s) / self.mtbf_s)
-        )
+        exponent = min(700, (every_s + self.save_s) / self.mtbf_s)  # exp(710) overflows
+        return 1 - every_s / self.mtbf_s / math.expm1(exponent)
 
     def at(self, every_s: float) -> str:
-        steps = f"{max(1, round(every_s / self.step_s)):,} steps, " if self.step_s else ""
+        """Describes an interval, and the share of the time that it loses."""
+        steps = ""
+        if self.step_s:
+            steps = f"{max(1, round(every_s / self.step_s)):,} steps, "
         return f"every {steps}{every_s / 60:,.1f} min: {100 * self.lost(every_s):.1f} % lost"
 
     def __str__(self) -> str:
@@ -62,13 +66,12 @@ def estimated(
 ) -> Interval:
     """Returns the interval of a run of `settings` that has not started, from the bytes of its
     checkpoint."""
-    speed = (
-        devices * HOST_GB_S
-        if settings.last_checkpoint.asynchronous
-        else settings.preflight.disk_gb_s
-    )
+    node_gb_s = settings.preflight.disk_gb_s
+    if settings.last_checkpoint.asynchronous:  # training waits for the copy into host memory alone
+        node_gb_s = devices * HOST_GB_S
+    save_s = LEAST_S + BYTES * trained / 1e9 / nodes / node_gb_s
     mtbf_s = 3600 * settings.preflight.device_mtbf_h / (nodes * devices)
-    return Interval(LEAST_S + BYTES * trained / 1e9 / nodes / speed, mtbf_s, step_s)
+    return Interval(save_s, mtbf_s, step_s)
 
 
 def of_job(settings: Any, model: object, data: object, runs: Path, nodes: int, devices: int) -> str:
@@ -76,11 +79,13 @@ def of_job(settings: Any, model: object, data: object, runs: Path, nodes: int, d
     possible."""
     written = sorted(runs.glob(f"*/{RunFile.GOODPUT}"), key=lambda file: file.stat().st_mtime)
     with suppress(InputError):  # a damaged run, or a model that `plan` does not trace
-        for file in written[-1:]:
-            with of_any_types([file.parent]):
-                found = of_run(history := read_run(file.parent), nodes * devices)
-            if found:
-                return f"checkpoints: {found}, measured by {history.name}"
+        if written:
+            newest = written[-1].parent
+            with of_any_types([newest]):
+                history = read_run(newest)
+                measured = of_run(history, nodes * devices)
+            if measured:
+                return f"checkpoints: {measured}, measured by {history.name}"
         from ..plan.trace import Traced
 
         trained = Traced(model, data, on_gpu=False).size.trainable
@@ -90,22 +95,19 @@ def of_job(settings: Any, model: object, data: object, runs: Path, nodes: int, d
 
 def of_run(history: History, world_size: int = 0) -> Interval | None:
     """Returns the interval by the measured stall of a run's saves; None if it has none."""
-    # and one at the end
-    saves = math.ceil(last_step(history) / (history.key("last_checkpoint.every_n_steps") or 1))
+    every_n_steps = history.key("last_checkpoint.every_n_steps") or 1
+    saves = math.ceil(last_step(history) / every_n_steps)  # and one at the end
     spent_s, seconds = history.goodput.get("checkpoint", 0.0), step_s(history)
     if not (saves and spent_s and seconds > 0):
         return None
     devices = world_size or history.fact("machine.world_size") or 1
-    return Interval(
-        spent_s / saves,
-        3600 * history.key("preflight.device_mtbf_h", DEVICE_MTBF_H) / devices,
-        seconds,
-    )
+    mtbf_s = 3600 * history.key("preflight.device_mtbf_h", DEVICE_MTBF_H) / devices
+    return Interval(spent_s / saves, mtbf_s, seconds)
 
 
 def compared(history: History) -> str:
     """Returns the interval that a run has used, and the best one; "" without saves."""
-    found, every = of_run(history), history.key("last_checkpoint.every_n_steps")
-    if not found or not every:
+    measured, every_n_steps = of_run(history), history.key("last_checkpoint.every_n_steps")
+    if not measured or not every_n_steps:
         return ""
-    return f"{found.at(every * found.step_s)}; {found}"
+    return f"{measured.at(every_n_steps * measured.step_s)}; {measured}"
