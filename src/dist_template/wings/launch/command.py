@@ -3,8 +3,12 @@
 launch --config FILE… --on TARGET [--dry-run]    a new run; RUN/launch has its files
 launch status|logs|stop RUN [--config FILE…]     RUN is a run's folder, runs/<name>/<id>
 
+A new run: job.py reads the configuration and checks it as `fit` does, the target renders the files
+and checks its nodes, then the files are written and the job is submitted. launch.json records the
+target, the hosts and the scheduler's id, for the other verbs.
+
 What status and stop run on the hosts comes from the configuration and from flags, never from RUN:
-somebody else may have written it. launch.json says the target, the hosts and the scheduler's id."""
+somebody else may have written it."""
 
 import json
 import re
@@ -28,32 +32,29 @@ from .job import Job, describe
 from .targets import GROUP, Record, Target, target
 
 RECORD = "launch.json"
+JOB_ID = r"(?:[\w.][\w.:/@\[\]-]*)?"  # "" for a launcher's; it never starts as a flag does
 VERBS = ("fit", "validate", "test", "predict", "prepare")
 
 
 def main(argv: list[str], project: Project) -> None:
     """Renders and submits a run, or asks about a submitted one. Raises Ended if it ends in an
     error."""
-    if argv[1:2] and argv[1] in ("status", "logs", "stop"):
-        asked = parse_asked(argv[1], argv[2:])
-        folder = asked.run.absolute() / "launch"
-        record = read_record(folder)
-        record["ssh"] = ssh_of(asked, record)
-        print(getattr(target(record["on"]), argv[1])(record, folder))
-        return
-    given, flags = parse(argv[1:])
-    to = target(given.on)
-    job = describe(project, given.verb, flags, to.on_hosts)
-    _check_hostfile(job, given.on, to)
-    files = to.render(job)
+    arguments = argv[1:]
+    if arguments and arguments[0] in ("status", "logs", "stop"):
+        return ask_target(arguments[0], arguments[1:])
+    given, flags = parse(arguments)
+    chosen = target(given.on)
+    job = describe(project, given.verb, flags, chosen.on_hosts)
+    _check_hostfile(job, given.on, chosen)
+    files = chosen.render(job)
     if job.interval:
         print(job.interval, flush=True)
     if given.dry_run:
-        return show(job, to)
-    to.check(job)
+        return show(job, chosen)
+    chosen.check(job)
     record = write(job, given.on, files)
     try:
-        record["id"] = to.submit(job)
+        record["id"] = chosen.submit(job)
     except Ended as ended:
         again = f"{Variable.RUN_ID}={shlex.quote(job.run.name)} and the same command resume the run"
         raise Ended(ended.code, f"launch: {ended}; {again}") from ended
@@ -68,11 +69,21 @@ def main(argv: list[str], project: Project) -> None:
         print(f"{given.on} has it as {record['id']}: {program('launch')} status {typed}")
 
 
-def _check_hostfile(job: Job, on: str, to: Target) -> None:
+def ask_target(question: str, argv: list[str]) -> None:
+    """Prints the answer of a submitted run's target to `status`, `logs` or `stop`."""
+    asked = parse_asked(question, argv)
+    folder = asked.run.absolute() / "launch"
+    record = read_record(folder)
+    record["ssh"] = ssh_of(asked, record)
+    answer = getattr(target(record["on"]), question)
+    print(answer(record, folder))
+
+
+def _check_hostfile(job: Job, on: str, chosen: Target) -> None:
     """Raises InputError if the target does not read the hostfile, or slots of a host."""
-    if job.site.hostfile and not to.on_hosts:
+    if job.site.hostfile and not chosen.on_hosts:
         raise InputError(f"--on {on} chooses its nodes itself: remove cluster.hostfile")
-    if ":" in job.site.include + job.site.exclude and not to.takes_slots:
+    if ":" in job.site.include + job.site.exclude and not chosen.takes_slots:
         raise InputError(
             f"--on {on} uses all devices of a host: name hosts without slots in cluster.include and"
             " cluster.exclude, or take --on deepspeed"
@@ -97,9 +108,9 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def parse_asked(what: str, argv: list[str]) -> Namespace:
+def parse_asked(question: str, argv: list[str]) -> Namespace:
     """Returns the flags of `launch status`, `logs` and `stop`."""
-    parser = Flags(f"launch {what}")
+    parser = Flags(f"launch {question}")
     parser.add_argument("run", type=Path, help="a run's folder, runs/<name>/<id>")
     parser.add_argument(
         "-c", "--config", action="append", default=[], help="as of the launch: for cluster.ssh"
@@ -117,7 +128,8 @@ def ssh_of(asked: Namespace, record: Record) -> str:
         cluster = config_file.read(file).get("cluster")
         if isinstance(cluster, dict):
             ssh = str(cluster.get("ssh", ssh))
-    ssh = asked.ssh or ssh
+    if asked.ssh:
+        ssh = asked.ssh
     if record["hosts"] and record.get("ssh", ssh) != ssh:
         given = shortened(repr(record["ssh"]), 200)
         raise InputError(
@@ -127,12 +139,12 @@ def ssh_of(asked: Namespace, record: Record) -> str:
     return ssh
 
 
-def show(job: Job, to: Target) -> None:
+def show(job: Job, chosen: Target) -> None:
     """Prints the files and the commands of a launch, without secrets; it writes nothing."""
     shown = replace(job, site=job.site.without_secrets(), flags=redacted_command(job.flags))
-    for name, text in to.render(shown).items():
+    for name, text in chosen.render(shown).items():
         print(f"# {job.files / name}\n{text}")
-    for words in to.commands(shown):
+    for words in chosen.commands(shown):
         print(f"# would run: {shlex.join(words)}", flush=True)
 
 
@@ -155,15 +167,17 @@ def read_record(folder: Path) -> Record:
     cure = "give a run that `launch` has started, as runs/<name>/<id>"
     if folder.is_dir():
         refuse_links(folder.parent)
-    record, path = read_mapping(folder / RECORD, cure), folder / RECORD
+    path = folder / RECORD
+    record = read_mapping(path, cure)
     hosts = record.get("hosts", [])
     if not isinstance(record.get("on"), str) or not isinstance(hosts, list):
         raise InputError(f"{path} has no target and list of hosts: {cure}")
     for host in hosts:
+        # A host that is no text is refused by what it prints.
         check_host(host if isinstance(host, str) else repr(host), str(path))
     job_id = record.get("id") or ""
-    if not isinstance(job_id, str) or not re.fullmatch(r"(?:[\w.][\w.:/@\[\]-]*)?", job_id):
+    if not isinstance(job_id, str) or not re.fullmatch(JOB_ID, job_id):
         raise InputError(
             f"{path} has the id {shortened(repr(job_id), 100)}, which is no job's: {cure}"
         )
-    return {**record, "hosts": hosts, "id": job_id}
+    return record | {"hosts": hosts, "id": job_id}

@@ -1,4 +1,8 @@
-"""A job: the command that runs on each node, its run's folder, and its size."""
+"""A job: the command that runs on each node, its run's folder, and its size.
+
+`describe` makes it from a configuration: it takes the nodes and devices from `cluster` or from the
+trainer, checks the configuration as `fit` would on these, and estimates the best interval of
+checkpoints. A target (targets/) renders and starts it."""
 
 import shlex
 import sys
@@ -40,12 +44,18 @@ class Job:
     @property
     def master(self) -> str:
         """Address of the first node for the others."""
-        return self.site.master or (self.hosts or ["127.0.0.1"])[0].rpartition("@")[2]
+        if self.site.master:
+            return self.site.master
+        if not self.hosts:
+            return "127.0.0.1"
+        return self.hosts[0].rpartition("@")[2]  # without the user
 
     @property
     def port(self) -> int:
         """TCP port of the rendezvous on the first node; a run keeps it."""
-        return self.site.port or PORTS[zlib.crc32(self.run.name.encode()) % len(PORTS)]
+        if self.site.port:
+            return self.site.port
+        return PORTS[zlib.crc32(self.run.name.encode()) % len(PORTS)]
 
     @property
     def arguments(self) -> list[str]:
@@ -60,8 +70,9 @@ class Job:
 
     def require_data(self) -> None:
         """Raises InputError without prepared data; where nodes share this machine's disks."""
-        if self.verb != "prepare" and (require_data := getattr(self.data, "require", None)):
-            require_data()
+        require = getattr(self.data, "require", None)
+        if require and self.verb != "prepare":
+            require()
 
 
 def exports(environment: dict[str, str]) -> str:
@@ -78,9 +89,9 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     from ..preflight.interval import of_job
     from ..rehearse.command import model_config
 
-    known = "fit" if verb == "prepare" else verb
-    cli = WithoutTrainer.of([known, *flags, "--trainer.logger=false"], project, run=True)
-    settings = cli.config_init[known]
+    read_as = "fit" if verb == "prepare" else verb  # prepare has fit's keys
+    cli = WithoutTrainer.of([read_as, *flags, "--trainer.logger=false"], project, run=True)
+    settings = cli.config_init[read_as]
     site, trainer, data = settings.cluster, vars(settings.trainer), cli.datamodule
     slots = site.slots()
     nodes = site.nodes or len(slots) or trainer["num_nodes"]
@@ -94,40 +105,45 @@ def describe(project: Project, verb: str, flags: list[str], on_hosts: bool) -> J
     if on_hosts and nodes > max(1, len(slots)):
         where = "cluster.hostfile" if site.hostfile else "cluster.hosts"
         raise InputError(f"the job has {nodes} nodes; name as many in {where}")
-    hosts = [*slots][:nodes]
+    hosts = list(slots)[:nodes]
     sizes = [len(slots[host]) for host in hosts]
-    if len({*sizes}) > 1:
+    if len(set(sizes)) > 1:
         raise InputError(f"cluster.hostfile has hosts with {sizes} slots: use as many of each")
-    devices = 1 if verb == "prepare" else _devices(site, sizes, trainer["devices"])
+    devices: int | str = 1
+    if verb != "prepare":
+        devices = _devices(site, sizes, trainer["devices"])
     if not str(devices).isdigit() or int(devices) < 1:
-        why = "give cluster.devices_per_node, the devices of one node"
-        raise InputError(f"trainer.devices is {devices!r}; {why}")
-    machine = Machine.described({**trainer, "devices": int(devices), "num_nodes": nodes})
-    if verb == "fit":  # as fit itself does; the checks below then see the size that trains
-        if size := accumulated_batch(machine, trainer, cli.model, data):
+        cure = "give cluster.devices_per_node, the devices of one node"
+        raise InputError(f"trainer.devices is {devices!r}; {cure}")
+    devices = int(devices)
+    machine = Machine.described(trainer | {"devices": devices, "num_nodes": nodes})
+    if verb == "fit":
+        # As fit itself does; the checks below then see the size that trains.
+        size = accumulated_batch(machine, trainer, cli.model, data)
+        if size:
             data.global_batch_size = size
     if verb != "prepare":
         asynchronous = settings.last_checkpoint.asynchronous
         setup = (machine, trainer, cli.model, data, model_config(cli), verb == "fit")
-        if found := violations(*setup, saves_asynchronously=asynchronous):
-            raise InputError(found[0])
-    hosts = hosts if on_hosts else []
-    run, accelerator = cli.run.absolute(), machine.accelerator
+        refusals = violations(*setup, saves_asynchronously=asynchronous)
+        if refusals:
+            raise InputError(refusals[0])
+    run = cli.run.absolute()
     interval = ""
     if verb == "fit":
-        interval = of_job(settings, cli.model, data, run.parent, nodes, int(devices))
+        interval = of_job(settings, cli.model, data, run.parent, nodes, devices)
     return Job(
-        project.package,
-        verb,
-        flags,
-        site,
-        run,
-        nodes,
-        int(devices),
-        hosts,
-        accelerator,
-        data,
-        interval,
+        package=project.package,
+        verb=verb,
+        flags=flags,
+        site=site,
+        run=run,
+        nodes=nodes,
+        devices=devices,
+        hosts=hosts if on_hosts else [],
+        accelerator=machine.accelerator,
+        data=data,
+        interval=interval,
     )
 
 
@@ -140,7 +156,7 @@ def _devices(site: Site, slots: Sequence[int], default: int | str) -> int | str:
             f"cluster.devices_per_node is {given}, and cluster.hostfile gives {of_file} slots to"
             " each host: remove the first, or edit the file"
         )
-    return given or of_file or default
+    return given or of_file or default  # the first that is given
 
 
 def project_file(name: str) -> str:

@@ -1,5 +1,9 @@
 """Starts RUN/launch/node.sh on every node, by ssh or here, and waits for all of them.
 
+`check` asks each node whether the run is active, and whether its port is free and its folder can be
+written. `submit` starts all nodes, shows and logs their output, forwards signals by the process
+number that node.sh has written, and returns when all have ended.
+
 When a node is lost, ssh ends (ServerAliveInterval), and the run's watchdog ends the other nodes."""
 
 import os
@@ -36,43 +40,50 @@ class OnNodes(Target):
     def check(self, job: Job) -> None:
         """Raises InputError if the run is active, or a node or the data is not ready."""
         job.require_data()
-        if job.files.exists() and any(
-            RUNNING in line for line in _send(job.hosts, job.site.ssh, job.files, 0)
-        ):
-            stop = f"{program('launch')} stop {shlex.quote(str(job.run))}"
-            what = f"`{stop}` ends it; or set another {Variable.RUN_ID}"
-            raise InputError(f"{job.run} is running: {what}")
-        folder, runs, commands = shlex.quote(str(job.folder)), shlex.quote(str(job.run.parent)), []
+        if job.files.exists():
+            states = _send(job.hosts, job.site.ssh, job.files, 0)
+            if any(RUNNING in state for state in states):
+                stop = f"{program('launch')} stop {shlex.quote(str(job.run))}"
+                cure = f"`{stop}` ends it; or set another {Variable.RUN_ID}"
+                raise InputError(f"{job.run} is running: {cure}")
+        folder, runs = shlex.quote(str(job.folder)), shlex.quote(str(job.run.parent))
+        writes = f"cd {folder} && mkdir -p {runs} && test -w {runs}"
+        commands = []
         for node in range(max(1, len(job.hosts))):
-            test = (
-                "import dist_template, socket; socket.create_server(('',"
-                f" {0 if node else job.port}))"
-            )
-            writes = f"cd {folder} && mkdir -p {runs} && test -w {runs}"
-            commands.append(
-                f"{exports(job.environment)}\n{writes} && {shlex.join([job.python, '-c', test])}"
-            )
-        for host, code, why in _on_all(job.hosts, job.site.ssh, commands):
+            port = job.port if node == 0 else 0  # the first node's is the rendezvous; 0: any
+            test = f"import dist_template, socket; socket.create_server(('', {port}))"
+            listens = shlex.join([job.python, "-c", test])
+            commands.append(f"{exports(job.environment)}\n{writes} && {listens}")
+        for host, code, last_line in _on_all(job.hosts, job.site.ssh, commands):
             if code != 0:
-                raise InputError(f"{host} is not ready: {why}; edit cluster.hosts, ssh or port")
+                raise InputError(
+                    f"{host} is not ready: {last_line}; edit cluster.hosts, ssh or port"
+                )
 
     def submit(self, job: Job) -> str:
         """Starts all nodes, shows their output, forwards signals, and waits for their end."""
-        nodes, readers = [], []
+        processes, readers = [], []
         for node, words in enumerate(self.commands(job)):
-            nodes.append(_start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-            readers.append(Thread(target=_show, args=(job, node, nodes[node])))
-            readers[node].start()
+            process = _start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            reader = Thread(target=_show, args=(job, node, process))
+            reader.start()
+            processes.append(process)
+            readers.append(reader)
+
+        def forward(number: int, _: object) -> None:
+            _send(job.hosts, job.site.ssh, job.files, number)
+
         for number in (*STOP, signal.SIGINT):
-            signal.signal(
-                number, lambda number, _: _send(job.hosts, job.site.ssh, job.files, number)
-            )
+            signal.signal(number, forward)
         codes = []
-        for node, reader in zip(nodes, readers, strict=True):
+        for process, reader in zip(processes, readers, strict=True):
             reader.join()
-            # 128 + a signal's number is a shell's; 255 is ssh's, connection lost
-            code = node.wait()
-            codes.append(128 - code if code > Exit.INTERRUPTED else code)
+            code = process.wait()
+            # A shell exits with 128 + the number of the signal that ended its command, and ssh
+            # with 255 for a lost connection: both count as an end by a signal.
+            if code > Exit.INTERRUPTED:
+                code = 128 - code
+            codes.append(code)
         code = Exit.of_all(codes)
         if code and not (job.site.min_nodes and Exit.DONE in codes):
             raise Ended(code, f"the nodes ended with code {code:d}")
@@ -90,7 +101,8 @@ class Ssh(OnNodes):
 
     def render(self, job: Job) -> dict[str, str]:
         rendezvous = {"MASTER_ADDR": job.master, "MASTER_PORT": str(job.port)}
-        return script(job, shlex.join([job.python, "-m", job.package, *arguments(job)]), rendezvous)
+        start = shlex.join([job.python, "-m", job.package, *arguments(job)])
+        return script(job, start, rendezvous)
 
 
 class Torchrun(OnNodes):
@@ -98,7 +110,9 @@ class Torchrun(OnNodes):
 
     def render(self, job: Job) -> dict[str, str]:
         start = f"bash {project_file('launch/torchrun.sh')} {shlex.join(arguments(job))}"
-        nodes = f"{job.site.min_nodes}:{job.nodes}" if job.site.min_nodes else str(job.nodes)
+        nodes = str(job.nodes)
+        if job.site.min_nodes:
+            nodes = f"{job.site.min_nodes}:{job.nodes}"
         settings = {"PYTHON": job.python, "DIST_PACKAGE": job.package, "NPROC": str(job.devices)}
         settings["NNODES"] = nodes
         if nodes != "1":
@@ -107,13 +121,15 @@ class Torchrun(OnNodes):
 
 
 def script(job: Job, start: str, environment: dict[str, str] | None = None) -> dict[str, str]:
-    """Returns the script of a node, which replaces itself with the command `start`."""
+    """Returns the script of a node, which replaces itself with the command `start`. What the user
+    sets in cluster.environment overrides `environment`."""
+    variables = (environment or {}) | job.environment
     text = f"""#!/usr/bin/env bash
 # Node $1 of run {job.run.name}.
 set -euo pipefail
 cd {shlex.quote(str(job.folder))}
 export NODE_RANK=$1
-{exports({**(environment or {}), **job.environment})}
+{exports(variables)}
 echo $$ >{shlex.quote(str(job.files))}/node-"$1".pid
 exec {start}
 """
@@ -122,7 +138,8 @@ exec {start}
 
 def arguments(job: Job) -> list[str]:
     """Returns the job's arguments; no scheduler watches the time limit, so the run does."""
-    if (limit := job.site.time_limit_s) is None:
+    limit = job.site.time_limit_s
+    if limit is None:
         return job.arguments
     minutes, seconds = divmod(limit - job.site.save_s, 60)
     time = f"{minutes // 1440:02}:{minutes // 60 % 24:02}:{minutes % 60:02}:{seconds:02}"
@@ -130,7 +147,9 @@ def arguments(job: Job) -> list[str]:
 
 
 def _on_host(host: str, ssh: str, command: str) -> list[str]:
-    return ["bash", "-c", command] if host == HERE else [*shlex.split(ssh), host, command]
+    if host == HERE:
+        return ["bash", "-c", command]
+    return [*shlex.split(ssh), host, command]
 
 
 def _start(words: list[str], **streams: Any) -> Process:
@@ -141,9 +160,12 @@ def _start(words: list[str], **streams: Any) -> Process:
 
 def _show(job: Job, node: int, process: Process) -> None:
     """Writes a node's output into its log, and prints it after the name of its host."""
-    prefix = f"{job.hosts[node]}: " if len(job.hosts) > 1 else ""
+    prefix = ""
+    if len(job.hosts) > 1:
+        prefix = f"{job.hosts[node]}: "
+    assert process.stdout is not None  # `submit` has asked for it
     with (job.files / f"node-{node}.log").open("a", encoding="utf-8", buffering=1) as log:
-        for line in process.stdout or ():
+        for line in process.stdout:
             log.write(line)
             print(prefix + line, end="", flush=True)
 
@@ -152,35 +174,48 @@ def _send(hosts: list[str], ssh: str, folder: Path, number: int) -> list[str]:
     """Sends a signal to each node's process; 0 only asks for it. Returns a line for each node.
     Another process may have the number by now: the process of the run has its id in the
     environment."""
-    commands, lines, run = [], [], shlex.quote(f"{Variable.RUN_ID}={folder.parent.name}")
+    run = shlex.quote(f"{Variable.RUN_ID}={folder.parent.name}")
+    is_run = f'grep -zqxF -- {run} "/proc/$pid/environ"'
+    commands = []
     for node in range(max(1, len(hosts))):
         file = f"{shlex.quote(str(folder))}/node-{node}.pid"
         # a FIFO would wait, and a text that is no number may be a path below /proc, or a group
         read = f"test -f {file} && read -r pid <{file} && case $pid in ''|*[!0-9]*) exit 1; esac"
-        is_run = f'grep -zqxF -- {run} "/proc/$pid/environ"'
-        commands.append(shlex.join(["sh", "-c", f'{read} && {is_run} && kill -{number:d} "$pid"']))
-    for host, code, why in _on_all(hosts, ssh, commands):
-        state = "no process" if code else RUNNING
-        lines.append(f"{host}: {why if code is None else state}")
+        kill = f'kill -{number:d} "$pid"'
+        commands.append(shlex.join(["sh", "-c", f"{read} && {is_run} && {kill}"]))
+    lines = []
+    for host, code, last_line in _on_all(hosts, ssh, commands):
+        if code is None:
+            state = last_line
+        elif code == 0:
+            state = RUNNING
+        else:
+            state = "no process"
+        lines.append(f"{host}: {state}")
     return lines
 
 
 def _on_all(hosts: list[str], ssh: str, commands: list[str]) -> list[tuple[str, int | None, str]]:
     """Runs a command on each host; returns the host, the exit code (None: no answer) and its last
-    line of errors."""
-    started, found = [], []
+    line of errors. All hosts work at the same time, and have one deadline."""
+    started = []
     for host, command in zip(hosts or [HERE], commands, strict=True):
         try:
-            started.append((host, _start(_on_host(host, ssh, command), stderr=subprocess.PIPE)))
+            process = _start(_on_host(host, ssh, command), stderr=subprocess.PIPE)
         except OSError as error:
             raise InputError(f"cluster.ssh {ssh!r} cannot be run: {error}") from error
+        started.append((host, process))
     deadline = time.monotonic() + ANSWER_S
+    answers: list[tuple[str, int | None, str]] = []
     for host, process in started:
         try:
             _, errors = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-            code = process.returncode
-            found.append((host, code, [f"exit code {code}", *errors.splitlines()][-1]))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            found.append((host, None, f"no answer in {ANSWER_S:g} s"))
-    return found
+            answers.append((host, None, f"no answer in {ANSWER_S:g} s"))
+            continue
+        last_line = f"exit code {process.returncode}"
+        if errors:
+            last_line = errors.splitlines()[-1]
+        answers.append((host, process.returncode, last_line))
+    return answers

@@ -36,7 +36,9 @@ def main(command: list[str]) -> int:
             signal.signal(number, forward)
         code = launcher.wait()
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
-    return Exit.of_all(codes or [code])
+    if not codes:  # no rank has come so far
+        codes = [code]
+    return Exit.of_all(codes)
 
 
 def _ranks(launcher: int) -> list[psutil.Process]:
@@ -44,20 +46,22 @@ def _ranks(launcher: int) -> list[psutil.Process]:
     launcher and all its processes if there are none yet."""
     try:
         started = psutil.Process(launcher)
-        found = started.children(recursive=True)
+        children = started.children(recursive=True)
     except psutil.Error:  # it has exited
         return []
     ranked: dict[int, psutil.Process] = {}
-    for process in found:
+    for process in children:
         with suppress(psutil.Error):
             if "LOCAL_RANK" in process.environ():
                 ranked[process.pid] = process
     ranks = []
     for process in ranked.values():
         with suppress(psutil.Error):
-            if process.ppid() not in ranked:
+            if process.ppid() not in ranked:  # a rank's children inherit the variable
                 ranks.append(process)
-    return ranks or [*found, started]
+    if ranks:
+        return ranks
+    return [*children, started]
 
 
 if __name__ == "__main__":

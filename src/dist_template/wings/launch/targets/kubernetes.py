@@ -35,9 +35,8 @@ class Kubernetes(Target):
         template = Path(__file__).with_suffix(".template").read_text(encoding="utf-8")
         objects = yaml.safe_load(Template(template).substitute(words))[job.site.kubernetes.kind]
         # a copy without references, which YAML would write as anchors
-        return {
-            FILE: yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False, width=100)
-        }
+        copied = json.loads(json.dumps(objects))
+        return {FILE: yaml.safe_dump_all(copied, sort_keys=False, width=100)}
 
     def commands(self, job: Job) -> list[list[str]]:
         return [["kubectl", "apply", "--filename", str(job.files / FILE)]]
@@ -55,12 +54,16 @@ class Kubernetes(Target):
     def stop(self, record: Record, folder: Path) -> str:
         """Deletes the objects of the job by kind and name, whatever the manifest in the run's
         folder lists; the pods save within their grace period."""
-        kinds = re.findall(r"^kind: (JobSet)$", text_of(folder / FILE), re.MULTILINE)
-        names = [f"{kind.lower()}/{record['id']}" for kind in kinds or ("Service", "Job")]
+        kinds = ["service", "job"]
+        if re.search(r"^kind: JobSet$", text_of(folder / FILE), re.MULTILINE):
+            kinds = ["jobset"]
+        names = [f"{kind}/{record['id']}" for kind in kinds]
         return ask("kubectl", "delete", "--ignore-not-found", *names)
 
 
 def _check(job: Job) -> None:
+    """Raises InputError if the job has no image, no volume for its runs, a name that Kubernetes
+    refuses, or a secret that the manifest would show."""
     site, runs = job.site, PurePosixPath(job.run.parents[1])
     if runs.is_relative_to(job.folder):
         runs = WORKDIR / runs.relative_to(job.folder)
@@ -69,22 +72,23 @@ def _check(job: Job) -> None:
     _check_name(job)
     paths = [mount.partition(":")[2] for mount in site.mounts]
     if not any(path and runs.is_relative_to(path) for path in paths):
-        what = f"give a volume that all pods can write, as CLAIM:{runs}"
-        raise InputError(f"cluster.mounts has no volume for {runs}; {what}")
-    claims, places = [], []
+        cure = f"give a volume that all pods can write, as CLAIM:{runs}"
+        raise InputError(f"cluster.mounts has no volume for {runs}; {cure}")
+    claims, folders = [], []
     for mount in site.mounts:
         claim, _, path = mount.partition(":")
         claims.append(claim)
-        places.append(path)
+        folders.append(path)
     if site.kubernetes.gang and site.partition:
         claims.append(site.partition)
     for name in claims:
         if not NAME.fullmatch(name):
-            where = "cluster.partition" if name == site.partition else "cluster.mounts"
-            what = "give a name in Kubernetes: small letters, digits and -, at most 63"
-            raise InputError(f"{where} has {name!r}; {what}")
-    if twice := [path for path in places if places.count(path) > 1]:
-        raise InputError(f"cluster.mounts has {twice[0]} twice; give each folder once")
+            key = "cluster.partition" if name == site.partition else "cluster.mounts"
+            cure = "give a name in Kubernetes: small letters, digits and -, at most 63"
+            raise InputError(f"{key} has {name!r}; {cure}")
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise InputError(f"cluster.mounts has {folder} twice; give each folder once")
     if site.kubernetes.gang and not site.partition:
         raise InputError("cluster.partition is not given; Kueue needs the name of a LocalQueue")
     for name, reference in site.kubernetes.secrets.items():
@@ -97,13 +101,9 @@ def _check(job: Job) -> None:
         words.append(f"--cluster.environment.{name}={text}")
     for word, shown in zip(words, redacted_command(words), strict=True):
         if word != shown:
-            where, what = (
-                "the command",
-                "put it into a Secret and name that in cluster.kubernetes.secrets",
-            )
-            if word.startswith("--"):
-                where = word.partition("=")[0]
-            raise InputError(f"{where} has a secret, which the manifest would show; {what}")
+            where = word.partition("=")[0] if word.startswith("--") else "the command"
+            cure = "put it into a Secret and name that in cluster.kubernetes.secrets"
+            raise InputError(f"{where} has a secret, which the manifest would show; {cure}")
 
 
 def _check_name(job: Job) -> None:
@@ -122,21 +122,19 @@ def _check_name(job: Job) -> None:
 def _values(job: Job) -> dict[str, object]:
     """Returns the values for kubernetes.template."""
     site, kubernetes, name = job.site, job.site.kubernetes, _name(job)
-    first = f"{name}-0" if kubernetes.kind == "Job" else f"{name}-node-0-0"
-    settings = {"NNODES": job.nodes, "NPROC": job.devices, "PYTHON": "python", **job.environment}
-    settings |= {
-        "RDZV_ENDPOINT": f"{first}.{name}:{job.port}",
-        "SHUTDOWN_TIMEOUT": max(site.save_s - 15, 1),
-    }
+    first_pod = f"{name}-0" if kubernetes.kind == "Job" else f"{name}-node-0-0"
+    settings: dict[str, object] = {"NNODES": job.nodes, "NPROC": job.devices, "PYTHON": "python"}
+    settings |= job.environment
+    settings["RDZV_ENDPOINT"] = f"{first_pod}.{name}:{job.port}"
+    settings["SHUTDOWN_TIMEOUT"] = max(site.save_s - 15, 1)
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
     environment: list[object] = [{"name": "LOCAL_ADDR", "valueFrom": address}]
     for key, value in settings.items():
         environment.append({"name": key, "value": str(value)})
     for variable, reference in kubernetes.secrets.items():
         secret, _, key = reference.partition("/")
-        environment.append(
-            {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-        )
+        source = {"secretKeyRef": {"name": secret, "key": key}}
+        environment.append({"name": variable, "valueFrom": source})
     volumes: list[object] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     for number, mount in enumerate(site.mounts):
@@ -146,9 +144,16 @@ def _values(job: Job) -> dict[str, object]:
     resources = {key: str(value) for key, value in kubernetes.resources.items()}
     if job.accelerator != "cpu":
         resources[kubernetes.device] = str(job.devices)
+    # Entries that the template merges into an object, if there are any.
+    queue: dict[str, object] = {}
+    if kubernetes.gang:
+        queue["kueue.x-k8s.io/queue-name"] = site.partition
+    limit: dict[str, object] = {}
+    if site.time_limit_s:
+        limit["activeDeadlineSeconds"] = site.time_limit_s
     return {
         "name": name,
-        "queue": {"kueue.x-k8s.io/queue-name": site.partition} if kubernetes.gang else {},
+        "queue": queue,
         "image": site.image,
         "arguments": job.arguments,
         "environment": environment,
@@ -157,7 +162,7 @@ def _values(job: Job) -> dict[str, object]:
         "mounts": mounts,
         "pod": kubernetes.pod,
         "nodes": job.nodes,
-        "limit": {"activeDeadlineSeconds": site.time_limit_s} if site.time_limit_s else {},
+        "limit": limit,
         "grace_s": site.save_s,
     }
 

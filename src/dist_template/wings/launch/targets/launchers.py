@@ -36,7 +36,8 @@ class Accelerate(OnNodes):
         launcher.append(str(job.files / "accelerate.yaml"))
         process = ["-m", job.package, *arguments(job)]
         files = script(job, _start(job, launcher, "machine_rank", process))
-        return {**files, "accelerate.yaml": yaml.safe_dump(config, sort_keys=False)}
+        files["accelerate.yaml"] = yaml.safe_dump(config, sort_keys=False)
+        return files
 
 
 class Deepspeed(OnNodes):
@@ -50,9 +51,12 @@ class Deepspeed(OnNodes):
         launcher = ["deepspeed.launcher.runner", "--no_ssh", "--log_level=error"]
         launcher += ["--hostfile", str(job.files / "hostfile")]
         launcher += ["--master_addr", job.master, "--master_port", str(job.port)]
-        launcher += [f"--include={include}"] if include else []
+        if include:
+            launcher.append(f"--include={include}")
         process = ["--no_local_rank", "--module", job.package, *arguments(job)]
-        return {**script(job, _start(job, launcher, "node_rank", process)), "hostfile": hostfile}
+        files = script(job, _start(job, launcher, "node_rank", process))
+        files["hostfile"] = hostfile
+        return files
 
 
 def _hosts(job: Job) -> tuple[str, str]:
@@ -61,13 +65,18 @@ def _hosts(job: Job) -> tuple[str, str]:
 
     The user's hostfile may have more nodes than cluster.nodes, for which the launcher's ranks would
     wait, and a host may be user@name, which the syntax of --include cannot say."""
-    known, lines, included, are_first = job.site.slots(), [], [], True
+    slots = job.site.slots()
+    lines, included, are_first = [], [], True
     for host in job.hosts or ["localhost"]:
-        used = (known.get(host) or [*range(job.devices)])[: job.devices]
-        are_first = are_first and used == [*range(len(used))]
+        used = list(slots.get(host) or range(job.devices))[: job.devices]
+        if used != list(range(len(used))):
+            are_first = False
         lines.append(f"{host} slots={max(used) + 1}\n")
         included.append(f"{host}:{','.join(map(str, used))}")
-    return "".join(lines), "" if are_first else "@".join(included)
+    hostfile = "".join(lines)
+    if are_first:
+        return hostfile, ""
+    return hostfile, "@".join(included)
 
 
 def _start(job: Job, launcher: list[str], rank_flag: str, process: list[str]) -> str:

@@ -28,17 +28,10 @@ class Ray(OnNodes):
     def render(self, job: Job) -> dict[str, str]:
         """Returns node.sh, whose command is the driver: `main` with the command of a process."""
         settings = [f"{name}={value}" for name, value in job.environment.items()]
-        process = [
-            "env",
-            f"--chdir={job.folder}",
-            *settings,
-            job.python,
-            "-m",
-            job.package,
-            *job.arguments,
-        ]
+        process = ["env", f"--chdir={job.folder}"] + settings
+        process += [job.python, "-m", job.package] + job.arguments
         driver = [job.python, "-m", __name__, str(job.nodes * job.devices), job.accelerator]
-        return script(job, shlex.join([*driver, *process]))
+        return script(job, shlex.join(driver + process))
 
     def check(self, job: Job) -> None:
         require("ray", "launch --on ray")

@@ -16,17 +16,18 @@ class Slurm(Target):
         text = Path(project_file("launch/slurm.sh")).read_text(encoding="utf-8")
         lines = ["#!/usr/bin/env bash"]
         lines += re.findall(r"^#SBATCH --(?!gpus-per-node).*$", text, re.MULTILINE)
-        image, settings = job.site.image, {"PYTHON": "python" if job.site.container else job.python}
+        image, container = job.site.image, job.site.container
         mounts = ",".join([f"{job.folder}:{job.folder}", *job.site.mounts])
-        if job.site.container == "pyxis":
+        settings = {"PYTHON": "python" if container else job.python}  # the image has its own
+        if container == "pyxis":
             flags = f"--container-image={image} --container-mounts={mounts}"
             settings["SRUN_FLAGS"] = f"{flags} --container-workdir={job.folder}"
-        elif job.site.container:
+        elif container:
             gpu = "--nv " if job.accelerator == "cuda" else ""
-            settings["CONTAINER"] = (
-                f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"
-            )
-        settings |= {"DIST_PACKAGE": job.package, **job.environment}
+            command = f"apptainer exec {gpu}--bind {mounts} --pwd {job.folder} {image}"
+            settings["CONTAINER"] = command
+        settings["DIST_PACKAGE"] = job.package
+        settings |= job.environment
         lines += [f"cd {shlex.quote(str(job.folder))}", exports(settings)]
         lines.append("# Each task of an array is a run.")
         lines.append("export DIST_RUN_ID=$DIST_RUN_ID${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}")
@@ -43,7 +44,8 @@ class Slurm(Target):
             options["gpus-per-node"] = job.devices
         if site.partition:
             options["partition"] = site.partition
-        if (limit := site.time_limit_s) is not None:
+        limit = site.time_limit_s
+        if limit is not None:
             options["time"] = f"{limit // 3600}:{limit // 60 % 60:02}:{limit % 60:02}"
         words = ["sbatch", "--parsable"]
         for name, value in (options | site.options).items():
