@@ -41,7 +41,7 @@ STEPS = [
 
 def waits(record: RunRecord, phase: str) -> int:
     """Without DDP's copies of what gloo has reduced, which NCCL leaves on the device."""
-    found = [e for e in record.device["events"] if (e.phase, e.kind) == (phase, "SYNC")]
+    found = [e for e in record.device.events if (e.phase, e.kind) == (phase, "SYNC")]
     return sum(e.count for e in found if e.inner or e.operation != "H2D blocking copy")
 
 
@@ -68,7 +68,7 @@ def test_gpu_gauges_are_logged_and_wait_for_no_device(
     }
     drawn = figures([read_run(folder)], ["run"])
     assert [trace["name"] for title, traces in drawn.items() for trace in traces if "GPU" in title]
-    assert waits(record, "plain") == 0, record.device["events"]
+    assert waits(record, "plain") == 0, record.device.events
     assert waits(record, "log") == 4, "each of four log steps reads its metrics once"
 
 

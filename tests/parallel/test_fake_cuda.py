@@ -73,7 +73,7 @@ def fits(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def waits(record: RunRecord, phase: str) -> int:
     """Without DDP's copies of what gloo has reduced, which NCCL leaves on the device."""
     count = 0
-    for event in record.device["events"]:
+    for event in record.device.events:
         if event.phase != phase or event.kind != "SYNC":
             continue
         if event.inner or event.operation != "H2D blocking copy":
@@ -88,9 +88,9 @@ def test_a_fit_equals_the_cpus_and_waits_as_the_table_says(fits: Fits, row: tupl
     folder = only_run(record.folder)
     assert logged(folder, "train/loss") == pytest.approx(fits.losses, rel=1e-5)
     assert logged(folder, "train/grad_norm") == pytest.approx(fits.norms, rel=1e-4)
-    assert not [event for event in record.device["events"] if event.kind in ERRORS]
+    assert not [event for event in record.device.events if event.kind in ERRORS]
     counts = [round(waits(record, phase) / number) for phase, number in NUMBERS.items()]
-    assert list(map(str, counts)) == expected, record.device["events"]
+    assert list(map(str, counts)) == expected, record.device.events
 
 
 def test_the_table_has_all_strategies() -> None:
@@ -118,7 +118,7 @@ def test_a_step_that_is_not_a_number_is_skipped(fits: Fits, strategy: str) -> No
 @pytest.mark.nightly
 def test_each_planted_fault_is_found(fits: Fits) -> None:
     """The device would have found them before their mend."""
-    kinds = {event.kind for event in fits("pp").device["events"]}
+    kinds = {event.kind for event in fits("pp").device.events}
     assert "NCCL_MIXED_GROUP" not in kinds, "messages have a group of their own"
     assert not fits("zero3", prelude="parameters_left_on_the_host").ok
     synchronized = waits(fits("zero2", prelude="deepspeeds_clock"), "plain")

@@ -14,13 +14,16 @@ from .runs import RunFailed, Runs
 from .shrink_config import SAVED_STEP
 
 LOSS, GRAD_NORM, EVALUATION = 1e-5, 1e-4, 1e-5  # relative differences, in fp32
-
-
 OFF = {  # what a training turns off, by FirstStep, in the words of a result
     "dropout": "dropout off",
     "norms": "BatchNorm by running statistics",
     "samples": "augmentations repeated",
     "draws": "random numbers repeated",
+}
+SHOWN = {  # what a token must not see, by LeakageTest, in the words of a result
+    "documents": "another document",
+    "future": "a later token",
+    "place": "where in its row its document is",
 }
 
 
@@ -36,24 +39,21 @@ def run_checks(runs: Runs, checks: Iterable[Check]) -> Iterator[Result]:
     """Runs the trainings that each check needs and no earlier one has run; stops when one of them
     fails."""
     for check in checks:
-        started, failure = time.perf_counter(), None
+        start = time.perf_counter()
+        has_failed = False
         verdict: Verdict = "pass"
         where = cause = ""
         try:
             got = check.compare(runs)
-        except NotEqual as found:
-            got, where, cause, verdict = found.got, found.where, found.cause, found.verdict
+        except NotEqual as error:
+            got, where, cause, verdict = error.got, error.where, error.cause, error.verdict
         except RunFailed as error:
-            got, cause, verdict = (
-                "a training failed",
-                f"{error}; the checks that follow are not run",
-                "FAIL",
-            )
-            failure = error
-        yield Result(
-            check.name, check.expected, got, verdict, where, time.perf_counter() - started, cause
-        )
-        if failure:
+            has_failed = True
+            got, verdict = "a training failed", "FAIL"
+            cause = f"{error}; the checks that follow are not run"
+        time_s = time.perf_counter() - start
+        yield Result(check.name, check.expected, got, verdict, where, time_s, cause)
+        if has_failed:
             return
 
 
@@ -61,21 +61,15 @@ def run_checks(runs: Runs, checks: Iterable[Check]) -> Iterator[Result]:
 
 
 def no_leakage(runs: Runs) -> str:
-    found, places = runs.one.tensors("leakage"), runs.one.places
-    for what, key in found.items():
+    first_changes, places = runs.one.tensors("leakage"), runs.one.places
+    for tested, key in first_changes.items():
         if key:
-            seen = {
-                "documents": "another document",
-                "future": "a later token",
-                "place": "where in its row its document is",
-            }[what]
-            forward = f"forward ({places.get('forward', '?')}) shows a token {seen}"
-            raise NotEqual(
-                "outputs change", f"the first change is in {with_location(key, places)}; {forward}"
-            )
-    if not found:
+            forward = f"forward ({places.get('forward', '?')}) shows a token {SHOWN[tested]}"
+            cause = f"the first change is in {with_location(key, places)}; {forward}"
+            raise NotEqual("outputs change", cause)
+    if not first_changes:
         raise NotOffered("forward does not return one row of logits for each token")
-    return f"{' and '.join(found)}: no output changes"
+    return f"{' and '.join(first_changes)}: no output changes"
 
 
 def every_gradient(runs: Runs) -> str:
@@ -83,32 +77,32 @@ def every_gradient(runs: Runs) -> str:
     frozen = "if intended, freeze it with requires_grad_(False)"
     unreached = [name for name, has_run in missing.items() if has_run]
     if unreached:
-        what = f"{unreached[0]} gets no gradient though the forward of its module runs"
-        why = f"({one.owner(unreached[0])}): its output is detached, or the loss does not use it"
-        raise NotEqual(f"{len(unreached)} parameters get none", f"{what} {why}; {frozen}")
+        first = f"{unreached[0]} gets no gradient though the forward of its module runs"
+        reason = f"({one.owner(unreached[0])}): its output is detached, or the loss does not use it"
+        raise NotEqual(f"{len(unreached)} parameters get none", f"{first} {reason}; {frozen}")
     if missing:
-        why = f"their modules are never called, first {next(iter(missing))}"
-        raise NotOffered(why, f"{len(missing)} get none")
-    found = one.tensors("gradients")
-    for name in found:
-        if name in one.start and found[name].any() and one.start[name].equal(one.end[name]):
+        reason = f"their modules are never called, first {next(iter(missing))}"
+        raise NotOffered(reason, f"{len(missing)} get none")
+    gradients = one.tensors("gradients")
+    for name, gradient in gradients.items():
+        if name not in one.start or not gradient.any():
+            continue
+        if one.start[name].equal(one.end[name]):
             optimizer = f"configure_optimizers, {one.places.get('configure_optimizers', '?')}"
-            what = f"{name} gets gradients ({one.owner(name)}), and no step changes it"
-            raise NotEqual(
-                "a parameter never changes",
-                f"{what}: give it to the optimizer ({optimizer}); {frozen}",
-            )
-    return f"{len(found)} parameters"
+            unchanged = f"{name} gets gradients ({one.owner(name)}), and no step changes it"
+            cause = f"{unchanged}: give it to the optimizer ({optimizer}); {frozen}"
+            raise NotEqual("a parameter never changes", cause)
+    return f"{len(gradients)} parameters"
 
 
 # ---- the same training on several processes --------------------------------------------------
 
 
 def starting_weights(runs: Runs) -> str:
-    if name := compare.first_difference(runs.one.start, runs.strategy.start):
-        raise NotEqual(
-            "strategy differs from one process", f"first in {name}; {runs.strategy.owner(name)}"
-        )
+    first = compare.first_difference(runs.one.start, runs.strategy.start)
+    if first:
+        cause = f"first in {first}; {runs.strategy.owner(first)}"
+        raise NotEqual("strategy differs from one process", cause)
     return f"{len(runs.one.start)} tensors, bit-identical"
 
 
@@ -123,9 +117,11 @@ def refuse_other_batches(runs: Runs) -> None:
 
 def each_sample_once(runs: Runs) -> str:
     refuse_other_batches(runs)
-    if where := compare.samples(runs.one, runs.strategy):
-        raise NotEqual("other samples than one process", where)
-    return f"{sum(map(len, runs.strategy.rows().values()))} samples"
+    cause = compare.samples(runs.one, runs.strategy)
+    if cause:
+        raise NotEqual("other samples than one process", cause)
+    num_samples = sum(len(rows) for rows in runs.strategy.rows().values())
+    return f"{num_samples} samples"
 
 
 def accumulation(runs: Runs) -> str:
@@ -143,21 +139,26 @@ def accumulation(runs: Runs) -> str:
 def _same_curve(
     expected: RunRecord, got: RunRecord, series: str, tolerance: float, is_manual: bool = False
 ) -> str:
+    """Returns the largest difference of two trainings in `series`, a property of RunRecord, in
+    words. Raises NotEqual with its cause if it is above `tolerance`."""
     want, have = getattr(expected, series), getattr(got, series)
     if not have and is_manual:
         raise NotOffered(f"train/{series} is not measured under manual optimization")
     if not have:
         raise NotEqual("nothing is logged", f"the module tracks no train/{series}")
-    difference, each = compare.relative_difference(want, have)
+    difference, of_steps = compare.relative_difference(want, have)
     if difference > tolerance:
         if is_manual or not expected.tensors("dropout").get("seeded"):
             refuse_draws(expected)  # of other batches; those of equal ones are equal
-        step = _first_above(each, tolerance)
+        step = _first_above(of_steps, tolerance)
         instead = want.get(step, float("nan"))
         where = f"from step {step} on ({have[step]:.6g} instead of {instead:.6g})"
         raise NotEqual(f"{difference:.1e}", compare.trace(expected, got), where)
-    note = "".join(f", {OFF[name]}" for name in expected.tensors("dropout") if name in OFF)
-    return f"{difference:.1e} over {len(each)} steps{note}"
+    text = f"{difference:.1e} over {len(of_steps)} steps"
+    for name in expected.tensors("dropout"):
+        if name in OFF:
+            text += f", {OFF[name]}"
+    return text
 
 
 def loss_curve(runs: Runs) -> str:
@@ -176,13 +177,13 @@ def _first_above(differences: dict[compare.K, float], tolerance: float) -> compa
 
 def refuse_draws(record: RunRecord) -> None:
     """Raises NotOffered if a step draws random numbers other than dropout's, which is off."""
-    if record.draws:
-        why = "draws random numbers other than torch's dropout, which differ between ranks"
-        if record.tensors("dropout").get("seeded"):
-            why = "draws random numbers, which are others for a batch of other rows"
-        raise NotOffered(
-            f"training_step ({record.places.get('training_step')}) or a module {why}: turn that off"
-        )
+    if not record.draws:
+        return
+    draws = "draws random numbers other than torch's dropout, which differ between ranks"
+    if record.tensors("dropout").get("seeded"):
+        draws = "draws random numbers, which are others for a batch of other rows"
+    step = record.places.get("training_step")
+    raise NotOffered(f"training_step ({step}) or a module {draws}: turn that off")
 
 
 def each_gradient(runs: Runs) -> str:
@@ -198,8 +199,9 @@ def each_gradient(runs: Runs) -> str:
 
 
 def shared_tensors(runs: Runs) -> str:
-    if found := compare.replicas(runs.strategy):
-        raise NotEqual("ranks differ", compare.disagreement(runs.strategy, found))
+    differing = compare.replicas(runs.strategy)
+    if differing:
+        raise NotEqual("ranks differ", compare.disagreement(runs.strategy, differing))
     return f"{runs.small.processes} ranks agree after each step"
 
 
@@ -207,40 +209,42 @@ def evaluation(runs: Runs) -> str:
     """The same rows in larger batches and over ranks: a mean of means differs."""
     refuse_other_batches(runs)
     num = 0
-    others = ((runs.big, "batches"), (runs.strategy, "ranks"))
+    others = [(runs.big, "batches"), (runs.strategy, "ranks")]
     seeded = runs.one.tensors("dropout").get("seeded")
     if seeded and runs.one.draws:  # which a larger batch does otherwise
         others = others[1:]
-    for other, means in others:
-        if not compare.relative_difference(runs.one.loss, other.loss)[0] <= LOSS:
+    for other, parts in others:
+        difference, _ = compare.relative_difference(runs.one.loss, other.loss)
+        if difference > LOSS:
             raise NotOffered("the weights that it evaluates differ, see above")
         for step, metrics in sorted(other.eval().items()):
-            want = runs.one.eval().get(step, metrics)
             num += len(metrics)
-            difference, each = compare.relative_difference(want, metrics)
-            if metrics and difference > EVALUATION:
-                if runs.one.tensors("dropout").get("validation"):
-                    raise NotOffered(
-                        f"validation_step ({runs.one.places.get('validation_step')}) draws random"
-                        " numbers, which differ between batches of other rows"
-                    )
-                name = _first_above(each, EVALUATION)
-                where = (
-                    f"step {step} of {other.folder.name!r} has {name} {metrics[name]:.6g}, not"
-                    f" {want.get(name)}"
-                )
-                cause = (
-                    f"the same rows in other {means} have another result: add up values and counts"
-                    f" over all {means}"
-                )
-                cause += (
-                    " and divide once, at the end (validation_step,"
-                    f" {runs.one.places.get('validation_step')})"
-                )
-                raise NotEqual(f"{name} differs", cause, where)
+            _compare_metrics(runs.one, other, step, parts)
     if not num:
         raise NotOffered("no metric is logged in validation")
     return f"{num} values"
+
+
+def _compare_metrics(one: RunRecord, other: RunRecord, step: int, parts: str) -> None:
+    """Raises NotEqual if the validation after `step` has other metrics than in the training on one
+    process. `parts`: into which `other` divides the same rows otherwise, batches or ranks."""
+    metrics = other.eval()[step]
+    want = one.eval().get(step, metrics)
+    difference, of_metrics = compare.relative_difference(want, metrics)
+    if not metrics or not difference > EVALUATION:
+        return
+    place = one.places.get("validation_step")
+    if one.tensors("dropout").get("validation"):
+        raise NotOffered(
+            f"validation_step ({place}) draws random numbers, which differ between batches of other"
+            " rows"
+        )
+    name = _first_above(of_metrics, EVALUATION)
+    where = f"step {step} of {other.folder.name!r} has {name} {metrics[name]:.6g}"
+    where += f", not {want.get(name)}"
+    cause = f"the same rows in other {parts} have another result: add up values and counts over"
+    cause += f" all {parts} and divide once, at the end (validation_step, {place})"
+    raise NotEqual(f"{name} differs", cause, where)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------
@@ -256,15 +260,15 @@ def kill_and_resume(runs: Runs) -> str:
     if not saved or first != min(later, default=0):
         killed = f"killed after step {last} with a checkpoint of step {saved}"
         raise NotEqual("another step", f"{killed}, it resumed with step {first}")
-    difference, each = compare.relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
+    difference, of_steps = compare.relative_difference(runs.uninterrupted.loss, runs.resumed.loss)
     if difference > 0:
         cause = compare.trace_resumed(runs.uninterrupted, runs.resumed)
-        raise NotEqual(
-            f"losses differ by {difference:.1e}", cause, f"from step {_first_above(each, 0)} on"
-        )
-    if lost := compare.lost_at_the_end(runs.uninterrupted, runs.resumed):
-        raise NotEqual("losses agree, other state does not", lost)
-    return f"steps {first}-{max(each)} bit-identical"
+        where = f"from step {_first_above(of_steps, 0)} on"
+        raise NotEqual(f"losses differ by {difference:.1e}", cause, where)
+    cause = compare.lost_at_the_end(runs.uninterrupted, runs.resumed)
+    if cause:
+        raise NotEqual("losses agree, other state does not", cause)
+    return f"steps {first}-{max(of_steps)} bit-identical"
 
 
 def exported(runs: Runs) -> str:

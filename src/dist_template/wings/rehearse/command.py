@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ...cli.fit import WithoutTrainer
+    from ...cli.limits import Machine
     from .checks import Check
+    from .report import Result
     from .runs import Runs
+    from .shrink_config import Small
 
 REAL_SIZES = "the real sizes fit together"
 
@@ -32,9 +35,9 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     called in each process before anything else; tests inject faults with it. Raises InputError if
     the configuration cannot be read or made small, and SystemExit with 1 if a check fails."""
     options, flags = rehearse_flags().parse_known_args(argv[1:])
-    from ...cli.limits import Machine, violations
+    # Here, because they import torch, and `--help` does without.
+    from ...cli.limits import Machine
     from ...model.proof import remember
-    from ...parallel.spec import spec_of
     from .checks import run_checks
     from .report import Report, Result
     from .runs import RunFailed
@@ -48,27 +51,19 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     if any(folder.glob("*")):
         raise InputError(f"--output {str(folder)!r} is not empty; give another folder")
     cli, model_config, runs = make_small(options, flags, folder, project, prelude)
-    small, settings = runs.small, cli.config_init
 
-    for note in small.notes:
+    for note in runs.small.notes:
         print(f"note: {note}")
-    title = f"rehearsal of {' '.join(flags)} on {small.processes} processes"
+    title = f"rehearsal of {' '.join(flags)} on {runs.small.processes} processes"
     report = Report(title)
-    trainer, machine = vars(settings.trainer), None
+    trainer, machine = vars(cli.config_init.trainer), None
     try:
         machine = Machine.described(trainer)
     except InputError as error:
         where = f"{error}; or give --devices, and --nodes, of the machine that has it"
         report.add(Result(REAL_SIZES, "no violation", "not checked", "limit", where))
     else:
-        ranks = spec_of(trainer["strategy"]).data_parallel(machine.world_size)
-        rows = getattr(cli.datamodule, "micro_batch_size", None) if small.is_text else None
-        small.micro_batches = max(1, cli.datamodule.batch_sizes[0] // rows // ranks) if rows else 1
-        saves = settings.last_checkpoint.asynchronous
-        setup = (machine, trainer, cli.model, cli.datamodule, model_config)
-        cause = "; ".join(violations(*setup, saves_asynchronously=saves))
-        got, verdict = f"{machine.world_size} ranks", "FAIL" if cause else "pass"
-        report.add(Result(REAL_SIZES, "no violation", got, verdict, cause=cause))
+        report.add(check_real_sizes(cli, machine, model_config, runs.small))
     try:
         if checks:
             runs.prepare()
@@ -80,14 +75,35 @@ def main(argv: list[str], project: Project, prelude: Callable[[], None] | None =
     if "gpu" in runs.known and runs.known["gpu"].ok:
         from .gpu.checks import waiting
 
-        remember(project.folder, waits=[*waiting(runs)])  # `fit` and `diagnose` name them
+        remember(project.folder, waits=list(waiting(runs)))  # `fit` and `diagnose` name them
     if not report.ok:
         sys.exit(Exit.FAILED)
     if machine and not options.only:  # the model is proven under the strategy: `fit` is silent
-        if file := remember(
-            project.folder, model_config, trainer["strategy"], machine.world_size, cli.model
-        ):
+        strategy = trainer["strategy"]
+        file = remember(project.folder, model_config, strategy, machine.world_size, cli.model)
+        if file:
             print(f"{file} has it")
+
+
+def check_real_sizes(
+    cli: WithoutTrainer, machine: Machine, model_config: PretrainedConfig | None, small: Small
+) -> Result:
+    """Returns the result of the checks that `fit` makes on `machine`; `small` gets the number of
+    micro-batches there."""
+    from ...cli.limits import violations
+    from ...parallel.spec import spec_of
+    from .report import Result
+
+    trainer, data = vars(cli.config_init.trainer), cli.datamodule
+    num_ranks = spec_of(trainer["strategy"]).data_parallel(machine.world_size)
+    rows = getattr(data, "micro_batch_size", None)
+    if small.is_text and rows:
+        small.micro_batches = max(1, data.batch_sizes[0] // rows // num_ranks)
+    saves = cli.config_init.last_checkpoint.asynchronous
+    setup = (machine, trainer, cli.model, data, model_config)
+    cause = "; ".join(violations(*setup, saves_asynchronously=saves))
+    verdict = "FAIL" if cause else "pass"
+    return Result(REAL_SIZES, "no violation", f"{machine.world_size} ranks", verdict, cause=cause)
 
 
 def all_checks(on_gpu: bool) -> tuple[Check, ...]:
@@ -96,7 +112,10 @@ def all_checks(on_gpu: bool) -> tuple[Check, ...]:
     from .gpu.checks import CHECKS as OF_GPU
     from .gpu.devices import build
 
-    return CHECKS + OF_GPU if on_gpu and build() else CHECKS
+    if not on_gpu:
+        return CHECKS
+    build()  # refuses before anything has run
+    return CHECKS + OF_GPU
 
 
 def rehearse_flags() -> argparse.ArgumentParser:
@@ -139,17 +158,17 @@ def make_small(
             self.resolved = yaml.safe_load(self.parser.dump(self.config, skip_unset=False))
             super().before_instantiate_classes()
 
-    os.environ.pop(Variable.RUN_ID, None)
+    os.environ.pop(Variable.RUN_ID, None)  # of a job around it; each training has its own
     cli = Resolved.of(["rehearse", *flags, *sizes.as_flags(options)], project)
     config = model_config(cli)
     small = shrink(
         cli.resolved,
         config,
         folder,
-        options.processes,
-        options.keep_data,
-        cli.model,
-        cli.datamodule,
+        processes=options.processes,
+        keep_data=options.keep_data,
+        module=cli.model,
+        data=cli.datamodule,
     )
     return cli, config, Runs(small, folder.absolute(), project, prelude)
 

@@ -5,6 +5,7 @@ samples, forward passes, gradients. `trace_resumed` compares an uninterrupted tr
 resumed one: samples, random state, weights and buffers, Python attributes, learning rates. Below
 them is what they compare."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import TypeVar
@@ -24,15 +25,18 @@ Tensors = Mapping[str, Tensor]
 
 def trace(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first difference between two trainings that should be equal."""
-    if name := first_difference(expected.start, got.start):
-        return f"the starting weights differ first in {name}"
-    if text := samples(expected, got):
-        return text
+    first_weight = first_difference(expected.start, got.start)
+    if first_weight:
+        return f"the starting weights differ first in {first_weight}"
+    difference = samples(expected, got)
+    if difference:
+        return difference
     differing = replicas(got)
-    if differing and differing[0] == 0:
+    if differing and differing[0] == 0:  # before the first step
         return disagreement(got, differing)
-    if text := forward_pass(expected, got) or _first_gradient(expected, got):
-        return text
+    difference = forward_pass(expected, got) or _first_gradient(expected, got)
+    if difference:
+        return difference
     if differing:
         return disagreement(got, differing)
     update = f"the learning rate, {got.places.get('optimizer', '?')}{_hooks(got)}"
@@ -40,24 +44,27 @@ def trace(expected: RunRecord, got: RunRecord) -> str:
 
 
 def _hooks(record: RunRecord) -> str:
+    """Returns words for the user's hooks that change gradients; "" without such hooks."""
     hooks = record.places.get("hooks")
-    return f" and hooks that change gradients ({hooks})" if hooks else ""
+    if not hooks:
+        return ""
+    return f" and hooks that change gradients ({hooks})"
 
 
-def disagreement(record: RunRecord, found: tuple[int, str, int, int]) -> str:
+def disagreement(record: RunRecord, differing: tuple[int, str, int, int]) -> str:
     """Explains a tensor that differs between ranks that replicate it, as `replicas` returns it."""
-    step, name, rank, other = found
+    step, name, rank, other = differing
     when = f"after step {step}" if step else "before the first step"
-    what = f"{name} ({record.owner(name)}) on rank {rank} differs from rank {other}'s {when}"
+    tensor = f"{name} ({record.owner(name)}) on rank {rank} differs from rank {other}'s {when}"
     if not step:
-        return f"{what}: it differs from what rank 0 built"
+        return f"{tensor}: it differs from what rank 0 built"
     if name in record.tensors("gradients"):
         return (
-            f"{what}: its gradient is not reduced over these ranks, or something other than the"
+            f"{tensor}: its gradient is not reduced over these ranks, or something other than the"
             " optimizer changes it"
         )
     return (
-        f"{what}: each rank computes it from its own data: all-reduce it, or use data that all"
+        f"{tensor}: each rank computes it from its own data: all-reduce it, or use data that all"
         " ranks have"
     )
 
@@ -69,8 +76,11 @@ def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
         return ""
     if len(differing) == len(want):
         have = got.tensors("gradients")
+        # All by the same factor? It is read off the gradient with the largest value.
         largest = max(want, key=lambda name: _largest(want[name]))
-        factor = have[largest].norm().item() / want[largest].norm().item() if largest in have else 0
+        factor = 0.0
+        if largest in have:
+            factor = have[largest].norm().item() / want[largest].norm().item()
         how = "differ"
         if not gradients(expected, got, factor):
             how = f"are {factor:.4g} times as large"
@@ -81,8 +91,12 @@ def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
         )
     _, first_pass = expected.forward_passes()[0]
     order = {name: number for number, name in enumerate(first_pass["tensors"])}
+
+    def order_of_module(parameter: str) -> int:
+        return order.get(parameter.rpartition(".")[0], -1)
+
     # The module that comes last in forward is the first in backward.
-    name = max(differing, key=lambda each: order.get(each.rpartition(".")[0], -1))
+    name = max(differing, key=order_of_module)
     return (
         f"the first gradients differ in {len(differing)} of {len(want)} parameters; backward first"
         f" reaches {name} ({differing[name]}; {got.owner(name)})"
@@ -94,41 +108,48 @@ def _first_gradient(expected: RunRecord, got: RunRecord) -> str:
 
 def trace_resumed(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes which state of the uninterrupted training the resumed one lacks."""
-    first, places = min(resumed.loss, default=0), resumed.places
+    first = min(resumed.loss, default=0)
     before = first - 1  # the step of the checkpoint
-    if text := samples(uninterrupted, resumed):
-        return f"{text}: the data do not continue after the checkpoint's last sample"
-    for rank in range(resumed.size if uninterrupted.draws else 0):
-        if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
-            return f"rank {rank} resumes step {first} with another random state, as of dropout"
-    if text := _lost(uninterrupted, resumed, before, "tensors"):
-        return f"{text} is not restored as it was after step {before}"
-    if text := _lost(uninterrupted, resumed, before, "python"):
-        return f"no checkpoint holds {text}: {NOT_SAVED}"
+    difference = samples(uninterrupted, resumed)
+    if difference:
+        return f"{difference}: the data do not continue after the checkpoint's last sample"
+    if uninterrupted.draws:
+        for rank in range(resumed.size):
+            if resumed.random(rank).get(first) != uninterrupted.random(rank).get(first):
+                return f"rank {rank} resumes step {first} with another random state, as of dropout"
+    lost = _lost(uninterrupted, resumed, before, "tensors")
+    if lost:
+        return f"{lost} is not restored as it was after step {before}"
+    lost = _lost(uninterrupted, resumed, before, "python")
+    if lost:
+        return f"no checkpoint holds {lost}: {NOT_SAVED}"
     for step in range(before, max(resumed.loss)):
         expected, got = uninterrupted.after(step, "rates", 0), resumed.after(step, "rates", 0)
         if expected != got and len(expected) == len(got):
-            what = (
-                f"the learning rate of step {step + 1} is {got[0]:.4g} instead of {expected[0]:.4g}"
+            rates = f"{got[0]:.4g} instead of {expected[0]:.4g}"
+            return (
+                f"the learning rate of step {step + 1} is {rates}: the schedule's state is not"
+                " restored"
             )
-            return f"{what}: the schedule's state is not restored"
+    optimizer = resumed.places.get("optimizer", "?")
     return (
         "samples, random state, weights, Python attributes and learning rate are restored: inspect"
-        f" the optimizer's state ({places.get('optimizer', '?')})"
+        f" the optimizer's state ({optimizer})"
     )
 
 
 def lost_at_the_end(uninterrupted: RunRecord, resumed: RunRecord) -> str:
     """Describes a tensor, such as an average, that differs after a resume with equal losses."""
     last = max(uninterrupted.loss, default=0)
-    if text := _lost(uninterrupted, resumed, last, "tensors"):
-        why = (
-            "it is not persistent, or changes after the checkpoint is written (in"
-            " on_train_batch_end)"
+    lost = _lost(uninterrupted, resumed, last, "tensors")
+    if lost:
+        return (
+            f"{lost} ends with another value after a resume: it is not persistent, or changes after"
+            " the checkpoint is written (in on_train_batch_end)"
         )
-        return f"{text} ends with another value after a resume: {why}"
-    if text := _lost(uninterrupted, resumed, last, "python", "tensor"):
-        return f"no checkpoint holds {text}: {NOT_SAVED}"
+    lost = _lost(uninterrupted, resumed, last, "python", "tensor")
+    if lost:
+        return f"no checkpoint holds {lost}: {NOT_SAVED}"
     return ""
 
 
@@ -136,18 +157,21 @@ def _lost(
     uninterrupted: RunRecord, resumed: RunRecord, step: int, kind: str, prefix: str = ""
 ) -> str:
     """Names the first state that changed during training and differs after the resume, or returns
-    ""."""
+    "". `prefix`: of the values that are compared."""
     for rank in range(resumed.size):
         start = uninterrupted.after(0, kind, rank)
         want, have = uninterrupted.after(step, kind, rank), resumed.after(step, kind, rank)
         for name, value in want.items():
             if rank and name.endswith(OF_A_RANK):  # a checkpoint has rank 0's
                 continue
+            if prefix and not value.startswith(prefix):
+                continue
             other = have.get(name, "nothing")
-            is_meant = not prefix or value.startswith(prefix)
-            if is_meant and value not in (other, start.get(name)):
-                how = f"{other} instead of {value}; " if kind == "python" else ""
-                return f"{name} ({how}{resumed.owner(name)})"
+            if value == other or value == start.get(name):
+                continue
+            if kind == "python":
+                return f"{name} ({other} instead of {value}; {resumed.owner(name)})"
+            return f"{name} ({resumed.owner(name)})"  # values are hashes
     return ""
 
 
@@ -159,12 +183,17 @@ def relative_difference(
 ) -> tuple[float, dict[K, float]]:
     """Returns (largest relative difference, relative difference of each step or metric of `got`).
     It is infinite for one that `expected` lacks, and for NaN."""
-    each: dict[K, float] = {}
+    differences: dict[K, float] = {}
     for key, value in got.items():
         want = expected.get(key, float("nan"))
-        difference = 0.0 if want == value else abs(value - want) / max(abs(want), 1e-12)
-        each[key] = difference if difference == difference else float("inf")
-    return max(each.values(), default=float("inf")), each
+        if value == want:  # two infinities too, whose difference would be NaN
+            difference = 0.0
+        else:
+            difference = abs(value - want) / max(abs(want), 1e-12)
+        if math.isnan(difference):
+            difference = float("inf")
+        differences[key] = difference
+    return max(differences.values(), default=float("inf")), differences
 
 
 def first_difference(expected: Tensors, got: Tensors, tolerance: float = 0.0) -> str:
@@ -179,21 +208,23 @@ def differences(
 ) -> dict[str, str]:
     """Returns {name: how it differs}; `tolerance` is relative to a tensor's largest value, or to
     `floor` if that is larger."""
-    found: dict[str, str] = {}
+    differing: dict[str, str] = {}
     for name, tensor in expected.items():
         if name not in got:
-            found[name] = "missing"
+            differing[name] = "missing"
         elif got[name].shape != tensor.shape:
-            found[name] = f"{list(got[name].shape)} instead of {list(tensor.shape)}"
+            differing[name] = f"{list(got[name].shape)} instead of {list(tensor.shape)}"
         else:
             difference = _largest(got[name].double() - tensor.double())
-            if not difference <= tolerance * max(_largest(tensor), floor):
-                found[name] = f"max |difference| {difference:.1e}"
-    return found
+            if not difference <= tolerance * max(_largest(tensor), floor):  # NaN differs too
+                differing[name] = f"max |difference| {difference:.1e}"
+    return differing
 
 
 def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+    if not tensor.numel():
+        return 0.0
+    return tensor.abs().max().item()
 
 
 def gradients(expected: RunRecord, got: RunRecord, factor: float = 1.0) -> dict[str, str]:
@@ -202,21 +233,22 @@ def gradients(expected: RunRecord, got: RunRecord, factor: float = 1.0) -> dict[
     want, have = expected.tensors("gradients"), got.tensors("gradients")
     want = {name: tensor * factor for name, tensor in want.items()}
     floor = NOISE * max(map(_largest, want.values()), default=0.0)
-    common = {name: have[name] for name in want if name in have}
-    return differences(want, common, GRADIENT, floor)
+    return differences(want, have, GRADIENT, floor)
 
 
 def samples(expected: RunRecord, got: RunRecord) -> str:
     """Describes the first step at which `got` lacks samples of `expected`, or ""."""
     want, have = expected.rows(), got.rows()
     for step in sorted(have):
-        belong = Counter(want.get(step, []))
-        if missing := (belong - Counter(have[step])).total():
-            text = f"step {step} lacks {missing} of the {belong.total()} samples that belong to it"
-            order, transform = (got.places.get(name, "?") for name in ("order", "transform"))
-            if not transform:  # the data are no text
-                return f"{text}, or their values differ, as of an augmentation (order: {order})"
-            return f"{text}, or their tokens differ (order: {order}; transform, {transform})"
+        belonging = Counter(want.get(step, []))
+        num_missing = (belonging - Counter(have[step])).total()
+        if not num_missing:
+            continue
+        text = f"step {step} lacks {num_missing} of the {belonging.total()} samples that belong to"
+        order, transform = got.places.get("order", "?"), got.places.get("transform", "?")
+        if not transform:  # the data are no text
+            return f"{text} it, or their values differ, as of an augmentation (order: {order})"
+        return f"{text} it, or their tokens differ (order: {order}; transform, {transform})"
     return ""
 
 
@@ -242,10 +274,11 @@ def replicas(record: RunRecord) -> tuple[int, str, int, int] | None:
 def forward_pass(expected: RunRecord, got: RunRecord) -> str:
     """Describes where forward passes of the first step first differ, on any rank; "" if nowhere.
     Micro-batches are matched by their sequences."""
-    wanted = expected.forward_passes()
+    expected_passes = expected.forward_passes()
     for rank, have in got.forward_passes():
-        for _, want in wanted:
-            if key := _first_different_output(want, have):
+        for _, want in expected_passes:
+            key = _first_different_output(want, have)
+            if key:
                 where = with_location(key, got.places)
                 return f"the forward pass of rank {rank} differs first in {where}"
     return ""
@@ -263,14 +296,15 @@ def _first_different_output(expected: ForwardPass, got: ForwardPass) -> str:
         have = got["tensors"].get(key)
         if have is None or EXPERTS in key or not want.ndim or not have.ndim:
             continue
-        per_row = len(want) // rows
-        size = have.shape[1] if have.ndim == want.ndim > 2 else 0
-        parts = [want] if not size or want.shape[1] % size else want.split(size, 1)
+        per_row = len(want) // rows  # 1, or the tokens of a row if the tensor is flat
+        parts = [want]
+        if have.ndim == want.ndim > 2 and have.shape[1] and want.shape[1] % have.shape[1] == 0:
+            parts = list(want.split(have.shape[1], 1))  # of each sequence the tokens of a rank
         shape = (rows * per_row, *have.shape[1:])
         if parts[0].shape != shape or len(have) != other_rows * per_row:
             continue
-        compared = slice(common * per_row)
-        nearest = min(_largest(part[compared].double() - have[compared].double()) for part in parts)
-        if not nearest <= FORWARD * _largest(want):
+        compared = slice(common * per_row)  # the rows that both have
+        distances = [_largest(part[compared].double() - have[compared].double()) for part in parts]
+        if not min(distances) <= FORWARD * _largest(want):  # NaN differs too
             return key
     return ""

@@ -1,4 +1,8 @@
-"""Reads what the ranks of one command recorded. recorder.py and first_step.py write the files."""
+"""Reads what the ranks of one command recorded. recorder.py and first_step.py write the files.
+
+First how the command ended on each rank, then the events of each step, then the tensors of the
+first step and the weights. What a rank or a training has not recorded is empty, {} or "", and the
+checks say what that means: `_same_curve` in checks.py, for example, that nothing is logged."""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,6 +29,13 @@ class ForwardPass(TypedDict):
 
     rows: list[str]  # a hash of each sample
     tensors: dict[str, Tensor]  # see ForwardHooks
+
+
+class DeviceRecord(NamedTuple):
+    """What fake devices reported on all ranks."""
+
+    plain: int  # micro-batches that log nothing, on the rank that has most of them
+    events: list[DeviceEvent]  # with the count of the rank where each came most often
 
 
 @dataclass(frozen=True)
@@ -47,14 +58,12 @@ class RunRecord:
     def failed_rank(self) -> int:
         """The rank whose failure caused the others; 0 if none failed."""
         failed = [rank for rank, answer in sorted(self.answers.items()) if answer != "done"]
-        causes: list[int] = []
         for rank in failed:
             answer = self.answers[rank]
-            if not (
-                answer.startswith("stopped:") or "gloo" in answer or another_rank_is_gone(answer)
-            ):
-                causes.append(rank)
-        return [*causes, *failed, 0][0]
+            was_stopped = answer.startswith("stopped:") or "gloo" in answer
+            if not was_stopped and not another_rank_is_gone(answer):
+                return rank
+        return failed[0] if failed else 0
 
     @property
     def error(self) -> str:
@@ -62,10 +71,11 @@ class RunRecord:
         failed."""
         rank, answer = self.failed_rank, self.answers[self.failed_rank]
         if self.hung:
-            said = re.findall(
-                "^no progress for [^;\n]+: .*", "\n".join(map(self.log, self.answers)), re.MULTILINE
-            )
-            return [answer.removeprefix("hung: "), *said][-1]
+            logs = "\n".join(self.log(each_rank) for each_rank in self.answers)
+            of_watchdog = re.findall("^no progress for [^;\n]+: .*", logs, re.MULTILINE)
+            if of_watchdog:
+                return of_watchdog[-1]
+            return answer.removeprefix("hung: ")
         if answer.startswith("killed:"):
             answer += f"; the last line of its log: {self.last_line(rank)}"
         return "" if answer == "done" else f"rank {rank}: {answer}"
@@ -84,7 +94,9 @@ class RunRecord:
     def refusal(self) -> str:
         """The message if the command was refused as bad input, otherwise ""."""
         answer = self.answers[self.failed_rank]
-        return answer.removeprefix("refused: ") if answer.startswith("refused: ") else ""
+        if not answer.startswith("refused: "):
+            return ""
+        return answer.removeprefix("refused: ")
 
     def check(self) -> RunRecord:
         """Returns this record; raises RuntimeError with the end of a log if the command failed."""
@@ -97,13 +109,18 @@ class RunRecord:
     def log(self, rank: int = 0) -> str:
         """Returns the rank's output; "" if it could not start."""
         path = self.folder / f"rank{rank}.log"
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        if not path.exists():
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")
 
     def last_line(self, rank: int) -> str:
         """Returns the last line that the rank printed; for a crash in C, where it happened."""
         last = fatal = ""
-        for line in map(str.strip, self.log(rank).splitlines()):
-            last = line or last
+        for line in self.log(rank).splitlines():
+            line = line.strip()
+            if line:
+                last = line
+            # Then faulthandler writes the stack, the innermost frame first.
             if line.startswith("Fatal Python error"):
                 fatal = line
             elif fatal and line.startswith('File "') and is_users(line.split('"')[1]):
@@ -115,13 +132,13 @@ class RunRecord:
     @cached_property
     def ranks(self) -> list[list[Event]]:
         """The events of every rank, in order of time."""
-        found: list[list[Event]] = []
+        ranks: list[list[Event]] = []
         for rank in sorted(self.answers):
             path = self.folder / f"rank{rank}.jsonl"
             text = path.read_text(encoding="utf-8") if path.exists() else ""
             complete = text.rpartition("\n")[0]  # a killed rank may leave an incomplete line
-            found.append([*map(json.loads, complete.splitlines())])
-        return found
+            ranks.append([json.loads(line) for line in complete.splitlines()])
+        return ranks
 
     def events(self, kind: str, rank: int = 0) -> list[Event]:
         return [event for event in self.ranks[rank] if event["event"] == kind]
@@ -132,8 +149,13 @@ class RunRecord:
         return Path(self.events("run")[-1]["folder"])
 
     def metric(self, name: str) -> dict[int, float]:
-        """Returns {optimizer step: value that the module logged as `name`}."""
-        return {e["step"]: e["metrics"][name] for e in self.events("step") if name in e["metrics"]}
+        """Returns {optimizer step: value that the module logged as `name`}, of the steps at which
+        it logged one: {} for a module that never logs it."""
+        values: dict[int, float] = {}
+        for event in self.events("step"):
+            if name in event["metrics"]:
+                values[event["step"]] = event["metrics"][name]
+        return values
 
     @property
     def loss(self) -> dict[int, float]:
@@ -146,7 +168,11 @@ class RunRecord:
     def eval(self, stage: str = "validate") -> dict[int, dict[str, float]]:
         """Returns {optimizer step: metrics} of validations, or of the stage `sanity_check` or
         `test`."""
-        return {e["step"]: e["metrics"] for e in self.events("eval") if e["stage"] == stage}
+        metrics: dict[int, dict[str, float]] = {}
+        for event in self.events("eval"):
+            if event["stage"] == stage:
+                metrics[event["step"]] = event["metrics"]
+        return metrics
 
     def rows(self) -> dict[int, list[str]]:
         """Returns {step: a hash of each sequence}; ranks that share a batch count once."""
@@ -169,39 +195,47 @@ class RunRecord:
         """Whether a step draws random numbers, such as dropout's."""
         if self.tensors("dropout").get("seeded"):  # the states before its steps are set
             return "draws" in self.tensors("dropout")
-        return len({*[*self.random().values()][:2]}) > 1
+        first_states = list(self.random().values())[:2]
+        return len(set(first_states)) > 1
 
     def after(self, step: int, kind: str, rank: int) -> Any:
-        """Returns what the rank recorded as `kind` after `step` (see recorder.py), or {}."""
-        return next((e[kind] for e in self.events("step", rank) if e["step"] == step), {})
+        """Returns what the rank recorded as `kind` after `step` (see recorder.py); {} if it was
+        killed before, or did not run that step."""
+        for event in self.events("step", rank):
+            if event["step"] == step:
+                return event[kind]
+        return {}
 
     @cached_property
-    def device(self) -> dict[str, Any]:
-        """What fake devices reported, see gpu/observer.py; of each event the rank where it came
-        most often."""
-        found, plain = dict[tuple, int](), 1
+    def device(self) -> DeviceRecord:
+        """What fake devices reported, see gpu/observer.py."""
+        counts: dict[tuple[str, ...], int] = {}
+        plain = 1
         for rank in range(self.size):
             content = json.loads((self.folder / f"events{rank}.json").read_text(encoding="utf-8"))
             plain = max(plain, content["plain"])
-            for *key, count in content["events"]:
-                found[*key,] = max(found.get((*key,), 0), count)
-        return {
-            "plain": plain,
-            "events": [DeviceEvent(*key, count) for key, count in found.items()],
-        }
+            for event in content["events"]:
+                key, count = tuple(event[:-1]), event[-1]
+                counts[key] = max(counts.get(key, 0), count)
+        events = [DeviceEvent(*key, count) for key, count in counts.items()]
+        return DeviceRecord(plain, events)
 
     # ---- tensors -----------------------------------------------------------------------------
 
     def tensors(self, name: str) -> Any:
         """Returns the content of `name`.pt, see `FirstStep`; {} if it was not written."""
         path = self.folder / f"{name}.pt"
-        return torch.load(path, weights_only=True) if path.exists() else {}
+        if not path.exists():
+            return {}
+        return torch.load(path, weights_only=True)
 
     def forward_passes(self) -> list[tuple[int, ForwardPass]]:
         """Returns (rank, forward pass) of each micro-batch of the first step."""
-        return [
-            (rank, each) for rank in range(self.size) for each in self.tensors(f"forward{rank}")
-        ]
+        passes: list[tuple[int, ForwardPass]] = []
+        for rank in range(self.size):
+            for forward_pass in self.tensors(f"forward{rank}"):
+                passes.append((rank, forward_pass))
+        return passes
 
     @cached_property
     def start(self) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""Reports the results of a rehearsal: a line per check, and rehearsal.json."""
+"""Reports the results of a rehearsal: a line per check, and rehearsal.json.
+
+A check returns what it found, or raises NotEqual or NotOffered; checks.py makes a `Result` of it.
+`Report.add` prints each result when it comes, and `Report.end` the summary."""
 
 import json
 import textwrap
@@ -26,8 +29,8 @@ class NotEqual(Exception):
 class NotOffered(NotEqual):
     """The strategy or the model does not support what the check needs."""
 
-    def __init__(self, why: str, got: str = "not possible here") -> None:
-        super().__init__(got, cause="", where=why, verdict="limit")
+    def __init__(self, reason: str, got: str = "not possible here") -> None:
+        super().__init__(got, cause="", where=reason, verdict="limit")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ class Result:
 
     @property
     def sentence(self) -> str:
-        return ": ".join(filter(None, (self.where, self.cause)))
+        """Where it does not hold and its cause, or the one of them that is known."""
+        if self.where and self.cause:
+            return f"{self.where}: {self.cause}"
+        return self.where or self.cause
 
 
 @dataclass
@@ -58,22 +64,18 @@ class Report:
         print(f"{title}\n", flush=True)
 
     def add(self, result: Result) -> None:
-        cells = (
-            result.verdict,
-            result.check,
-            f"{result.time_s:.1f} s",
-            f"{result.got} ({result.expected})",
-        )
+        """Prints a result: a line, and its sentence below."""
+        result_time = f"{result.time_s:.1f} s"
+        cells = (result.verdict, result.check, result_time, f"{result.got} ({result.expected})")
         print("  ".join(map(str.ljust, cells, WIDTHS)).rstrip(), flush=True)
         sentence = result.sentence
         for earlier in self.results:
             if result.cause and earlier.cause == result.cause:
                 sentence = f"{result.where}: see {earlier.check!r}"
         if sentence:
-            print(
-                textwrap.fill(sentence, 118, initial_indent="    -> ", subsequent_indent="       "),
-                flush=True,
-            )
+            first, others = "    -> ", "       "
+            lines = textwrap.fill(sentence, 118, initial_indent=first, subsequent_indent=others)
+            print(lines, flush=True)
         self.results.append(result)
 
     @property
@@ -83,18 +85,14 @@ class Report:
     def end(self, folder: Path) -> None:
         """Prints the summary, and writes rehearsal.json into `folder`."""
         count = Counter(result.verdict for result in self.results)
-        summary = (
-            "all checks hold"
-            if self.ok
-            else f"{count['FAIL']} of {len(self.results)} checks FAILED"
-        )
-        summary += f", {count['limit']} not possible here" if count["limit"] else ""
-        seconds = time.perf_counter() - self._started
-        print(f"\n{summary}; {seconds:.0f} s; logs and configurations are in {folder}")
-        found = {
-            "title": self.title,
-            "ok": self.ok,
-            "checks": [asdict(result) for result in self.results],
-        }
+        summary = f"{count['FAIL']} of {len(self.results)} checks FAILED"
+        if self.ok:
+            summary = "all checks hold"
+        if count["limit"]:
+            summary += f", {count['limit']} not possible here"
+        took_s = time.perf_counter() - self._started
+        print(f"\n{summary}; {took_s:.0f} s; logs and configurations are in {folder}")
+        results = [asdict(result) for result in self.results]
+        content = {"title": self.title, "ok": self.ok, "checks": results}
         folder.mkdir(parents=True, exist_ok=True)  # checks without a training have not made it
-        (folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+        (folder / "rehearsal.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")

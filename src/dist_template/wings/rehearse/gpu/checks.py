@@ -1,17 +1,19 @@
 """What `rehearse --gpu` checks, on what devices reported (events.py) and the curves of CPU
-processes."""
+processes, in the order in which it is printed."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
 from ..checks import EVALUATION, GRAD_NORM, LOSS, Check, refuse_draws
 from ..compare import relative_difference
+from ..record import RunRecord
 from ..report import NotEqual
 from ..runs import Runs
 from ..shrink_config import NAN_STEP, STEPS
 
-# order of magnitude: until the host has launched what follows
-WAITS, WAIT_MS = (("SYNC", "EVENT_WAIT"), 0.1)
+WAITS = ("SYNC", "EVENT_WAIT")  # kinds of events
+WAIT_MS = 0.1  # order of magnitude: until the host has launched what follows
 MEANING = {  # kind or operation: how users write it, or what to do
     "aten::_local_scalar_dense": "reads a value: .item(), float(), if, print",
     "D2H blocking copy": "copies to the host: .cpu(), .tolist(), print",
@@ -38,14 +40,13 @@ def trains(runs: Runs) -> str:
 def curves(runs: Runs) -> str:
     for series, tolerance in (("loss", LOSS), ("grad_norm", GRAD_NORM)):
         want, have = getattr(runs.cpu, series), getattr(runs.gpu, series)
-        found = relative_difference(want, have)[0]
-        if not found <= tolerance:  # as NaN is not
+        difference, _ = relative_difference(want, have)
+        if difference > tolerance:
             refuse_draws(runs.strategy)
-            cause = (
-                "it depends on memory that nothing has written (torch.empty), an early copy, or a"
-                " branch on is_cuda"
-            )
-            raise NotEqual(f"{series} differs by {found:.1e}", cause, f"{have} instead of {want}")
+            cause = "it depends on memory that nothing has written (torch.empty), an early copy, or"
+            cause += " a branch on is_cuda"
+            where = f"{have} instead of {want}"
+            raise NotEqual(f"{series} differs by {difference:.1e}", cause, where)
     return f"{len(runs.gpu.loss)} log steps"
 
 
@@ -83,32 +84,37 @@ def around(runs: Runs) -> str:
     predicts = ""
     if runs.small.config["data"].get("prompts") and runs.gpu_prediction.ok:
         predicts = ", prediction"
-    for got, expected, end in (
-        (runs.gpu, runs.cpu, STEPS + 1),
-        (runs.gpu_resumed, runs.gpu, NAN_STEP),
-    ):
-        for step, metrics in got.eval().items():
-            found = relative_difference(expected.eval().get(step, metrics), metrics)[0]
-            if step < end and not found <= EVALUATION:
-                raise NotEqual(
-                    f"evaluation differs by {found:.1e}", f"step {step} of {got.folder.name!r}"
-                )
-    if any(loss != loss for loss in runs.gpu_resumed.loss.values()):
-        raise NotEqual(
-            "the loss is not a number",
-            f"the gradients of step {NAN_STEP} were not, and it was not skipped",
-        )
+    _compare_evaluations(runs.cpu, runs.gpu, STEPS + 1)
+    _compare_evaluations(runs.gpu, runs.gpu_resumed, NAN_STEP)
+    if any(math.isnan(loss) for loss in runs.gpu_resumed.loss.values()):
+        cause = f"the gradients of step {NAN_STEP} were not, and it was not skipped"
+        raise NotEqual("the loss is not a number", cause)
     return f"validation, checkpoint, resume, NaN step{predicts}, end"
+
+
+def _compare_evaluations(expected: RunRecord, got: RunRecord, end: int) -> None:
+    """Raises NotEqual if a validation before step `end` has other metrics."""
+    for step, metrics in got.eval().items():
+        difference, _ = relative_difference(expected.eval().get(step, metrics), metrics)
+        if step < end and difference > EVALUATION:
+            where = f"step {step} of {got.folder.name!r}"
+            raise NotEqual(f"evaluation differs by {difference:.1e}", where)
 
 
 def _lines(runs: Runs, kinds: Iterable[str], phase: str = "", owner: str = "") -> dict[str, float]:
     """Returns {line and what it does: times in a micro-batch}."""
-    found = Counter[str]()
-    for event in runs.gpu.device["events"]:
-        if event.kind in kinds and phase in ("", event.phase) and owner in ("", event.owner):
-            what = MEANING.get(event.operation) or MEANING.get(event.kind) or event.operation
-            found[f"{event.place or event.inner or 'backward'} {what}"] += event.count
-    return {line: number / runs.gpu.device["plain"] for line, number in found.items()}
+    device = runs.gpu.device
+    counts = Counter[str]()
+    for event in device.events:
+        if event.kind not in kinds or phase not in ("", event.phase):
+            continue
+        if owner not in ("", event.owner):
+            continue
+        # The innermost line that is known, and the most precise meaning.
+        place = event.place or event.inner or "backward"
+        meaning = MEANING.get(event.operation) or MEANING.get(event.kind) or event.operation
+        counts[f"{place} {meaning}"] += event.count
+    return {line: count / device.plain for line, count in counts.items()}
 
 
 def _text(lines: dict[str, float]) -> str:

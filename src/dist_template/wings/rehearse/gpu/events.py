@@ -1,4 +1,8 @@
-"""What fake GPUs report, by phase of training, and by the line that caused it and its owner."""
+"""What fake GPUs report, by phase of training, and by the line that caused it and its owner.
+
+The device calls `Events.record` in the thread of an event. It reads the stack from the innermost
+frame outwards for the line, its owner and the phase, and counts. observer.py sets the phases that
+the stack does not show, and writes the counts down at the end."""
 
 from __future__ import annotations
 
@@ -79,8 +83,9 @@ class Events:
             phase = "background save"
         elif not phase:
             phase = self.phase
-        # A race shows when the host waits, later: it counts where the copy is.
-        where = detail if kind == "RACE_H2D" and detail else place
+        where = place
+        if kind == "RACE_H2D" and detail:
+            where = detail  # a race shows when the host waits, later: it counts where the copy is
         self.found[phase, kind, operation, owner, where, inner] += 1
         return place
 
