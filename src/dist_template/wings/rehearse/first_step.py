@@ -1,4 +1,8 @@
-"""Callback: records the first optimizer step, to find what makes losses differ."""
+"""Callback: records the first optimizer step, to find what makes losses differ.
+
+Before the training it makes random numbers equal in all runs, where that is asked for. Its hooks
+record each forward pass of the first step, then it reads the gradients before the optimizer steps,
+and removes the hooks. What later steps show, it notes until the training ends."""
 
 import inspect
 import zlib
@@ -92,34 +96,23 @@ class FirstStep(Callback):
         def tensors() -> dict[str, Tensor] | None:
             # In a pipeline all micro-batches run after the last one's start.
             number = layers.micro_batch_of_pass(len(self._passes) - 1)
-            return None if number is None else self._passes[number]["tensors"]
+            if number is None:
+                return None
+            return self._passes[number]["tensors"]
 
         self._hooks = ForwardHooks(pl_module, tensors)
-        places: dict[str, str] = {}
-        for name, module in pl_module.named_modules():
-            if (
-                type(module).forward is not nn.Module.forward
-            ):  # a list, or a module of another stage
-                places[name] = f"{type(module).__name__}, {location(module.forward)}"
-        for name in METHODS:
-            places[name] = location(getattr(pl_module, name))
-        callbacks, data = trainer.callbacks, trainer.datamodule  # ty: ignore[missing-attribute]
-        places["transform"] = location(getattr(data, "transform", None))
-        order = getattr(trainer.train_dataloader, "batch_sampler", None)
-        parts = [("optimizer", part) for part in trainer.optimizers[:1]] + [("order", order)]
-        for name, part in parts:
-            places[name] = f"{type(part).__name__}, {location(type(part))}"
-        places["hooks"] = _of_user([*callbacks, pl_module], GRADIENT_HOOKS)
-        places["batches"] = _of_user([data, pl_module], BATCH_HOOKS)
-        self._save("places", places)
+        self._save("places", _places(trainer, pl_module))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
     ) -> None:
-        rows = [*map(fingerprint, samples_in(batch))] if self._hooks or self._is_seeded else []
+        if not self._hooks and not self._is_seeded:
+            return
+        rows = [fingerprint(sample) for sample in samples_in(batch)]
         if self._hooks:
             self._passes.append({"rows": rows, "tensors": {}})
         if self._is_seeded:
+            # The step and its rows choose the numbers, so that each run draws the same.
             seed(zlib.crc32(repr((trainer.global_step, rows)).encode()))
             self._before = state()
 
@@ -138,8 +131,9 @@ class FirstStep(Callback):
                 if gradient is not None:
                     gradients[name] = full(gradient)
                 else:
-                    self._missing[name] = any(owner in each["tensors"] for each in self._passes)
-            if parameter.grad is not None:
+                    has_run = any(owner in passed["tensors"] for passed in self._passes)
+                    self._missing[name] = has_run
+            if parameter.grad is not None:  # a later step may reach it
                 self._missing.pop(name, None)
         if self._hooks:  # several optimizers step one after the other: the first value counts
             self._gradients = gradients | self._gradients
@@ -165,11 +159,34 @@ class FirstStep(Callback):
             torch.save(value, self.folder / f"{name}.pt")
 
 
+def _places(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
+    """Returns the content of places.pt, see `FirstStep`."""
+    places: dict[str, str] = {}
+    for name, submodule in module.named_modules():
+        # A list, or a module of another stage, has no forward of its own.
+        if type(submodule).forward is not nn.Module.forward:
+            places[name] = f"{type(submodule).__name__}, {location(submodule.forward)}"
+    for name in METHODS:
+        places[name] = location(getattr(module, name))
+    callbacks, data = trainer.callbacks, trainer.datamodule  # ty: ignore[missing-attribute]
+    places["transform"] = location(getattr(data, "transform", None))
+    if trainer.optimizers:
+        places["optimizer"] = _class_of(trainer.optimizers[0])
+    places["order"] = _class_of(getattr(trainer.train_dataloader, "batch_sampler", None))
+    places["hooks"] = _of_user([*callbacks, module], GRADIENT_HOOKS)
+    places["batches"] = _of_user([data, module], BATCH_HOOKS)
+    return places
+
+
+def _class_of(part: object) -> str:
+    return f"{type(part).__name__}, {location(type(part))}"
+
+
 def _of_user(owners: list[Any], names: tuple[str, ...]) -> str:
     """Returns the methods of these names that are the user's, with their locations."""
-    found: list[str] = []
+    methods: list[str] = []
     for owner, name in product(owners, names):
         hook = getattr(type(owner), name, None)  # `numerics` replaces the instance's
         if inspect.isfunction(hook) and is_users(inspect.getfile(hook)):
-            found.append(f"{type(owner).__name__}.{name}, {location(hook)}")
-    return "; ".join(found)
+            methods.append(f"{type(owner).__name__}.{name}, {location(hook)}")
+    return "; ".join(methods)

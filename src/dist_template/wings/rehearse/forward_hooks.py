@@ -25,7 +25,7 @@ class ForwardHooks:
         self, root: nn.Module, choose: Callable[[], dict[str, Tensor] | None] | None = None
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._choose = choose or (lambda: self.tensors)
+        self._choose = choose
         self._handles: list[RemovableHandle] = []
         for name, module in root.named_modules():
             enter, leave = partial(self._enter, INPUT + name), partial(self._leave, name)
@@ -37,8 +37,10 @@ class ForwardHooks:
             handle.remove()
 
     def _enter(self, key: str, module: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        self._record(key, next(tensors, None))
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self._record(key, value)
+                return
 
     def _leave(self, key: str, module: nn.Module, args: tuple, output: object) -> None:
         if isinstance(output, tuple) and output:
@@ -47,16 +49,21 @@ class ForwardHooks:
 
     def _record(self, key: str, tensor: object) -> None:
         """Keeps the first value: recomputation of activations runs a module again."""
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            return
+        tensors: dict[str, Tensor] | None = self.tensors
+        if self._choose:
             tensors = self._choose()
-            if tensors is not None and key not in tensors:
-                tensors[key] = full(tensor)
+        if tensors is not None and key not in tensors:
+            tensors[key] = full(tensor)
 
 
 def full(tensor: Tensor) -> Tensor:
     """Returns the unsharded tensor on the host. Collective for a DTensor."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.cpu().clone()
 
 
 # ---- code ------------------------------------------------------------------------------------
@@ -66,9 +73,11 @@ def location(code: object) -> str:
     """Returns file:line of a function, method or class; "" for None and for code in C."""
     code = inspect.unwrap(getattr(code, "__func__", code))  # ty: ignore[invalid-argument-type]
     try:
-        return f"{short(inspect.getsourcefile(code) or '')}:{inspect.getsourcelines(code)[1]}"
+        file = inspect.getsourcefile(code) or ""
+        _, line = inspect.getsourcelines(code)
     except (OSError, TypeError):
         return ""
+    return f"{short(file)}:{line}"
 
 
 def with_location(key: str, places: Mapping[str, str]) -> str:
@@ -76,6 +85,7 @@ def with_location(key: str, places: Mapping[str, str]) -> str:
     if not key.startswith(INPUT):
         return f"the output of {key or 'the module'} ({places.get(key, '?')})"
     parent = key.removeprefix(INPUT).rpartition(".")[0]
+    # A container runs no code: its parent calls the modules in it.
     while parent and places.get(parent, "ModuleList").startswith(("ModuleList", "ModuleDict")):
-        parent = parent.rpartition(".")[0]  # a container runs no code
+        parent = parent.rpartition(".")[0]
     return f"{key}: it is computed in {parent or 'the module'} ({places.get(parent, '?')})"

@@ -86,10 +86,14 @@ class NotANumber(Callback):
         self.step = step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for parameter in filter(lambda each: each.requires_grad, pl_module.parameters()):
-            parameter.register_hook(
-                lambda grad: grad * float("nan") if trainer.global_step + 1 == self.step else grad
-            )
+        def overflow(gradient: Tensor) -> Tensor:
+            if trainer.global_step + 1 == self.step:
+                return gradient * float("nan")
+            return gradient
+
+        for parameter in pl_module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(overflow)
 
 
 class LeakageTest(Callback):
@@ -118,21 +122,22 @@ class LeakageTest(Callback):
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if (
-            not self._arguments
-            or not isinstance(self._batch, dict)
-            or "input_ids" not in self._batch
-        ):
+        if not self._arguments or not isinstance(self._batch, dict):
+            return
+        if "input_ids" not in self._batch:
             return
         tokens = self._batch["input_ids"]
         starts = self._batch.get("position_ids", torch.ones_like(tokens)) == 0  # of documents
         if starts.shape != tokens.shape:
             starts = torch.zeros_like(tokens, dtype=torch.bool)
-        ends = tokens[:, :-1][starts[:, 1:]].tolist()  # they stay
-        others = sorted({*tokens.flatten().tolist()} - {*ends})
+        # Each token becomes the next one of those in the batch. The ends of documents stay, as
+        # other tokens there would join documents.
+        ends = tokens[:, :-1][starts[:, 1:]].tolist()
+        others = sorted(set(tokens.flatten().tolist()) - set(ends))
         following = dict(zip(others, others[1:] + others[:1], strict=True))
 
         def outputs_with(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+            """Repeats the first forward pass with each tensor replaced by `change`."""
             hooks = ForwardHooks(pl_module)
             args, kwargs = apply_to_collection(self._arguments, Tensor, change)
             pl_module(*args, **kwargs)
@@ -144,31 +149,30 @@ class LeakageTest(Callback):
             changed[is_changed] = changed[is_changed].apply_(
                 lambda token: following.get(token, token)
             )
-            return outputs_with(lambda each: changed if each is tokens else each)
+            return outputs_with(lambda tensor: changed if tensor is tokens else tensor)
 
         pl_module.eval()
-        found: dict[str, str] = {}
+        first_changes: dict[str, str] = {}
         later = torch.zeros_like(tokens, dtype=torch.bool)
         expected = outputs(later)
         logits = expected.get("")
         if logits is not None and logits.ndim == 3 and logits.shape[:2] == tokens.shape:
             later[:, later.shape[1] // 2 :] = True
-            found["future"] = _first_change(expected, outputs(later), ~later)
-            number = starts.cumsum(1)
+            first_changes["future"] = _first_change(expected, outputs(later), ~later)
+            number = starts.cumsum(1)  # of a token's document in its row
             earlier = number < number[:, -1:]  # documents than the last one of a row
             data = trainer.datamodule  # ty: ignore[missing-attribute]
             if earlier.any() and not getattr(data, "cross_document_attention", False):
-                found["documents"] = _first_change(expected, outputs(earlier), ~earlier)
-                if not found["documents"]:  # else it is no document alone
+                in_documents = _first_change(expected, outputs(earlier), ~earlier)
+                first_changes["documents"] = in_documents
+                if not in_documents:  # else the last document sees others until it is moved
                     order, moved = _last_document_first(self._batch, earlier)
-                    want = {key: _reordered(each, order) for key, each in expected.items()}
-                    found["place"] = _first_change(
-                        want,
-                        outputs_with(lambda each: moved.get(id(each), each)),
-                        ~earlier.gather(1, order),
-                    )
+                    want = {key: _reordered(tensor, order) for key, tensor in expected.items()}
+                    got = outputs_with(lambda tensor: moved.get(id(tensor), tensor))
+                    is_last = ~earlier.gather(1, order)
+                    first_changes["place"] = _first_change(want, got, is_last)
         pl_module.train()
-        torch.save(found, self.folder / "leakage.pt")
+        torch.save(first_changes, self.folder / "leakage.pt")
 
 
 def _last_document_first(batch: Mapping[str, Any], earlier: Tensor) -> tuple[Tensor, Moved]:
@@ -177,8 +181,12 @@ def _last_document_first(batch: Mapping[str, Any], earlier: Tensor) -> tuple[Ten
     Returns (B, T) where each token of a row comes from, and the changed tensors by the `id` of
     those that they replace. `earlier` (B, T) are the tokens of the other documents."""
     order = earlier.long().argsort(dim=1, stable=True)
-    moved = {id(each): _reordered(each, order) for each in batch.values() if _is_of(each, order)}
-    if isinstance(bounds := batch.get(BOUNDS), Tensor):
+    moved: Moved = {}
+    for value in batch.values():
+        if _is_of(value, order):
+            moved[id(value)] = _reordered(value, order)
+    bounds = batch.get(BOUNDS)
+    if isinstance(bounds, Tensor):  # where documents start in the flat batch, and its length
         starts = torch.nonzero(moved[id(batch["position_ids"])].flatten() == 0).flatten()
         ends = torch.tensor([earlier.numel()], device=starts.device)
         moved[id(bounds)] = torch.cat([starts, ends]).to(bounds.dtype)
@@ -211,4 +219,4 @@ def _first_change(
             changes.append(key)
     if "" not in changes:
         return ""
-    return changes[0] or "the logits"
+    return changes[0] or "the logits"  # whose key is ""

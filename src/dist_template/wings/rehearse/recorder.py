@@ -11,7 +11,6 @@ Writes lines of JSON into `rank<N>.jsonl`, each with an `event`:
 Rank 0 also saves the unsharded weights as `start.pt` and `end.pt`."""
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from ...parallel import rank_view
 from ...weights import gather
 from . import same_draws
 
+# Attributes that are no state of the user's: Lightning's and this library's own.
 NO_STATE = set(vars(L.LightningModule())) | set(vars(Callback()))
 NO_STATE |= {"eval_metrics", "metrics", "metric_buffer", "prepare_data_per_node"}
 NO_STATE |= {"allow_zero_length_dataloader_with_multiple_devices"}
@@ -55,11 +55,9 @@ class Recorder(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: object, batch: object, batch_idx: int
     ) -> None:
-        rows = [*map(fingerprint, samples_in(batch))]
-        state = _digest(same_draws.state())
-        self._write(
-            "rows", step=trainer.global_step + 1, micro_batch=batch_idx, rows=rows, random=state
-        )
+        rows = [fingerprint(sample) for sample in samples_in(batch)]
+        state, step = _digest(same_draws.state()), trainer.global_step + 1
+        self._write("rows", step=step, micro_batch=batch_idx, rows=rows, random=state)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_: object, **__: object
@@ -80,13 +78,16 @@ class Recorder(Callback):
         self, trainer: L.Trainer, module: L.LightningModule, metrics: Mapping[str, float]
     ) -> None:
         self._recorded_step = trainer.global_step
-        groups = itertools.chain(*(optimizer.param_groups for optimizer in trainer.optimizers))
+        rates: list[float] = []  # of the next step
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                rates.append(float(group["lr"]))
         self._write(
             "step",
             step=trainer.global_step,
             metrics=metrics,
             tensors=replica_hashes([*module.named_parameters(), *module.named_buffers()]),
-            rates=[float(group["lr"]) for group in groups],  # of the next step
+            rates=rates,
             python=python_state(trainer, module),
         )
 
@@ -102,61 +103,70 @@ class Recorder(Callback):
 def samples_in(batch: Any) -> Tensor:
     """Returns the tensor whose rows are the samples: of text its tokens, else the first tensor; of
     a batch without one, a hash of what it prints."""
-    found = _first_tensor(batch)
-    if found is None:
-        digest = hashlib.blake2b(repr(batch).encode(), digest_size=7).digest()
+    tensor = _first_tensor(batch)
+    if tensor is None:
+        digest = hashlib.blake2b(repr(batch).encode(), digest_size=7).digest()  # fits an int64
         return torch.tensor([int.from_bytes(digest)])
-    return found if found.dim() else found.reshape(1)
+    if tensor.dim() == 0:
+        return tensor.reshape(1)
+    return tensor
 
 
 def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
     if isinstance(batch, Mapping):
         tokens = batch.get("unsharded_input_ids", batch.get("input_ids"))
         if tokens is not None:
             return _first_tensor(tokens)
-        batch = [*batch.values()]
-    if isinstance(batch, list | tuple):
-        for each in batch:
-            found = _first_tensor(each)
-            if found is not None:
-                return found
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
         return None
-    return batch if isinstance(batch, Tensor) else None
+    for part in batch:
+        tensor = _first_tensor(part)
+        if tensor is not None:
+            return tensor
+    return None
 
 
 def replica_hashes(tensors: Iterable[tuple[str, Tensor | None]]) -> dict[str, tuple[str, str]]:
     """Returns {name: (shard, hash)} of this rank's tensors. Ranks with the same shard of a tensor
     must have the same hash. `shard` is "" for an unsharded tensor, and its coordinate for a sharded
     one. ZeRO-3's partitions are skipped: no two ranks hold the same."""
-    found: dict[str, tuple[str, str]] = {}
+    hashes: dict[str, tuple[str, str]] = {}
     for name, tensor in tensors:
-        place = None if tensor is None else shard_of(tensor).place
-        if tensor is not None and place is not None:
-            found[name] = (place, fingerprint(tensor))
-    return found
+        if tensor is None:
+            continue
+        place = shard_of(tensor).place
+        if place is not None:
+            hashes[name] = (place, fingerprint(tensor))
+    return hashes
 
 
 def python_state(trainer: L.Trainer, module: nn.Module) -> dict[str, str]:
     """Returns {"NAME.attribute": text or hash} of numbers, tensors and dictionaries of them that
     the module, its submodules and the user's callbacks have as attributes, without parameters,
     buffers and Lightning's attributes."""
-    owners: list[tuple[str, object]] = [*module.named_modules()]
+    owners: list[tuple[str, object]] = list(module.named_modules())
     library = __name__.split(".")[0]
     for callback in trainer.callbacks:  # ty: ignore[missing-attribute]
         if not type(callback).__module__.startswith((f"{library}.", "lightning.")):
             owners.append((type(callback).__name__, callback))
-    found: dict[str, str] = {}
+    state: dict[str, str] = {}
     for name, owner in owners:
         for key in sorted(vars(owner).keys() - NO_STATE):
             value = vars(owner)[key]
-            value = value.state_dict() if isinstance(value, nn.Module) else value
-            for part, item in value.items() if isinstance(value, dict) else [("", value)]:
+            if isinstance(value, nn.Module):  # an attribute that is not a submodule, as an average
+                value = value.state_dict()
+            if not isinstance(value, dict):
+                value = {"": value}
+            for part, item in value.items():
                 where = f"{name}.{key}.{part}".strip(".")
                 if isinstance(item, Tensor) and not item.is_meta:
-                    found[where] = f"tensor {fingerprint(item)}"
+                    state[where] = f"tensor {fingerprint(item)}"
                 elif isinstance(item, int | float):
-                    found[where] = repr(item)
-    return found
+                    state[where] = repr(item)
+    return state
 
 
 def fingerprint(tensor: Tensor) -> str:

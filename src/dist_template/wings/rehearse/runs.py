@@ -1,16 +1,20 @@
 """The trainings of a rehearsal. Each runs once, when a check first needs it.
 
-    one            one process, with gradient accumulation big            one process, each global
-    batch as one micro-batch strategy       the chosen strategy uninterrupted  the chosen strategy,
-    with the model's dropout; `strategy` if it has none killed         the same, killed resumed
-    the same, resumed from the last checkpoint of killed cpu            the chosen strategy, with
-    steps that log nothing gpu            the same on fake GPUs gpu_resumed    the same, resumed
-    from gpu's first checkpoint, with a NaN step; gpu_prediction continues prompts
+    one             one process, with gradient accumulation
+    big             one process, each global batch as one micro-batch
+    strategy        the chosen strategy
+    uninterrupted   the chosen strategy, with the model's dropout; `strategy` if it has none
+    killed          the same, killed
+    resumed         the same, resumed from the last checkpoint of killed
+    cpu             the chosen strategy, with steps that log nothing
+    gpu             the same on fake GPUs
+    gpu_resumed     the same, resumed from gpu's first checkpoint, with a NaN step
+    gpu_prediction  continues prompts with gpu's first checkpoint
 
 Dropout is off except in uninterrupted, killed and resumed, because random masks differ between
 ranks. Each training has a folder with its `config.yaml`, with which `fit` repeats it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,16 +69,15 @@ class Runs:
     @property
     def uninterrupted(self) -> RunRecord:
         trained = self.strategy
-        if trained.tensors("dropout").keys() - {"seeded", "validation"} or trained.draws:
+        turned_off = trained.tensors("dropout").keys() - {"seeded", "validation"}
+        if turned_off or trained.draws:
             return self._run("uninterrupted", self.small.config, has_dropout=True)
         return trained
 
     @property
     def killed(self) -> RunRecord:
-        before_next_checkpoint = 2 * SAVED_STEP - 1
-        return self._run(
-            "killed", self.small.config, KillAt(before_next_checkpoint), has_dropout=True
-        )
+        kill = KillAt(2 * SAVED_STEP - 1)  # one step before the second checkpoint
+        return self._run("killed", self.small.config, kill, has_dropout=True)
 
     @property
     def resumed(self) -> RunRecord:
@@ -91,10 +94,8 @@ class Runs:
 
     @property
     def gpu_resumed(self) -> RunRecord:
-        config = self.small.with_plain_steps("gpu")
-        return self._run(
-            "gpu_resumed", config, NotANumber(NAN_STEP), checkpoint=self._first_saved()
-        )
+        config, nan_step = self.small.with_plain_steps("gpu"), NotANumber(NAN_STEP)
+        return self._run("gpu_resumed", config, nan_step, checkpoint=self._first_saved())
 
     @property
     def gpu_prediction(self) -> RunRecord:
@@ -112,16 +113,17 @@ class Runs:
         """Exports the trained model; returns how it differs from the trained one; raises
         RunFailed."""
         trained = self.strategy
-        flags = [
-            f"--config={trained.folder / 'config.yaml'}",
-            f"--checkpoint={trained.run / 'checkpoints'}",
-        ]
+        flags = [f"--config={trained.folder / 'config.yaml'}"]
+        flags.append(f"--checkpoint={trained.run / 'checkpoints'}")
+        format_ = "float32"
         if self.small.config["model"].get("adapter"):
             flags.append("--adapter=merged")
         if self.small.is_plain:
             flags.append("--to=onnx")
+            format_ = "onnx"
         record = self._tool("export", *flags, f"--output={self.folder / 'exported'}")
-        return record.last_line(0).rpartition("onnx, " if self.small.is_plain else "float32, ")[2]
+        # Of the last line, "… <format>, <how the outputs were compared>".
+        return record.last_line(0).rpartition(f"{format_}, ")[2]
 
     def _tool(self, verb: str, *flags: str) -> RunRecord:
         """Runs a verb other than training on one process."""
@@ -140,27 +142,42 @@ class Runs:
         has_dropout: bool = False,
         verb: str = "fit",
     ) -> RunRecord:
+        """Returns the record of the training `name`, which runs if it has not; raises RunFailed if
+        it did not end as expected."""
         if name not in self.known:
-            # `last` is searched among the runs of one name.
-            run = config["run"] | {"name": "killed" if checkpoint == "last" else name}
-            argv = [verb, f"--config={self._write(name, config | {'run': run})}"]
-            argv += [f"--ckpt_path={checkpoint}"] if checkpoint else []
-            folder, num = self.folder / name, config["trainer"]["devices"]
-            callbacks = [RaggedLabels(), *more, FirstStep(folder, not has_dropout)]
-            run_on = run_on_devices if config["trainer"]["accelerator"] == "gpu" else run_ranks
-            self.known[name] = run_on(
-                num,
-                self.project,
-                argv,
-                folder,
-                callbacks=callbacks,
-                prelude=self.prelude,
-                timeout_s=None,
-            )
+            self.known[name] = self._train(name, config, more, checkpoint, has_dropout, verb)
         record = self.known[name]
-        if not (record.was_killed if name == "killed" else record.ok):
+        ended = record.was_killed if name == "killed" else record.ok
+        if not ended:
             raise RunFailed(name, record)
         return record
+
+    def _train(
+        self,
+        name: str,
+        config: Config,
+        more: Sequence[Callback],
+        checkpoint: str,
+        has_dropout: bool,
+        verb: str,
+    ) -> RunRecord:
+        # `last` is searched among the runs of one name.
+        run_name = "killed" if checkpoint == "last" else name
+        config = config | {"run": config["run"] | {"name": run_name}}
+        argv = [verb, f"--config={self._write(name, config)}"]
+        if checkpoint:
+            argv.append(f"--ckpt_path={checkpoint}")
+        folder, trainer = self.folder / name, config["trainer"]
+        run_on = run_on_devices if trainer["accelerator"] == "gpu" else run_ranks
+        return run_on(
+            trainer["devices"],
+            self.project,
+            argv,
+            folder,
+            callbacks=[RaggedLabels(), *more, FirstStep(folder, not has_dropout)],
+            prelude=self.prelude,
+            timeout_s=None,
+        )
 
     def _write(self, name: str, config: Config) -> Path:
         path = self.folder / name / "config.yaml"

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 State = tuple[bytes, object, str]
-SEED = 2**31 - 1  # of torch, NumPy and Python alike
+SEED = 2**31 - 1  # torch, NumPy and Python all accept the seeds below it
 
 
 def state() -> State:
@@ -59,9 +59,10 @@ def with_seeded_samples(loaders: Any) -> bool:
     """Replaces the data sets of all loaders in a structure of them; returns whether a sample of
     one draws random numbers."""
     if isinstance(loaders, Mapping):
-        return any([with_seeded_samples(each) for each in loaders.values()])
+        loaders = list(loaders.values())
     if isinstance(loaders, list | tuple):
-        return any([with_seeded_samples(each) for each in loaders])
+        draws = [with_seeded_samples(loader) for loader in loaders]  # all, not up to the first
+        return any(draws)
     if not isinstance(loaders, DataLoader):
         inner = getattr(loaders, "iterables", None)  # of Lightning's CombinedLoader
         return inner is not None and with_seeded_samples(inner)

@@ -1,5 +1,9 @@
 """Shrinks a production configuration to a few CPU processes, without changing what is checked.
 
+`shrink` reduces the strategy, then the run and the trainer, the data, the model (shrink_model.py),
+and the callbacks whose values depend on these. `Small` has the result and its variants: on one
+process, and with steps that log nothing.
+
 Unchanged: the user's module and data module, all callbacks, the strategy with its plans, clipping,
 schedule, activation checkpointing, accumulation. Reduced: mesh, batch, model. Replaced: the
 text is generated (unless --keep_data), precision is fp32 to make results comparable, no loggers."""
@@ -39,9 +43,8 @@ class Small:
     config: Config  # each training changes some of it
     processes: int  # ranks of the chosen strategy
     data_parallel: int  # data-parallel ranks among them
-    accumulation: (
-        int  # micro-batches of a step, and blocks of the model: one for each stage of a pipeline
-    )
+    # Micro-batches of a step, and blocks of the model: one for each stage of a pipeline.
+    accumulation: int
     notes: list[str]  # differences from production, a sentence each
     micro_batches: int = 1  # of a step in production
     is_manual: bool = False  # the module steps its optimizers itself, and Lightning accumulates not
@@ -58,11 +61,13 @@ class Small:
         config = copy.deepcopy(self.config)
         data, trainer = config["data"], config["trainer"]
         batches = self.accumulation * self.data_parallel
-        per_step = 1 if is_big else batches
-        # the same rows
+        per_step, larger = batches, 1  # micro-batches, and how much larger each of them is
+        if is_big:
+            per_step, larger = 1, batches
+        # Validation has the same rows.
         trainer |= {"devices": 1, "strategy": "auto", "limit_val_batches": per_step}
         if self.is_text:
-            data["micro_batch_size"] = MICRO_BATCH_SIZE * (batches if is_big else 1)
+            data["micro_batch_size"] = MICRO_BATCH_SIZE * larger
         elif self.is_manual:
             trainer["limit_val_batches"] = 1
             if self.has_batch_size:  # in place of an accumulation
@@ -75,6 +80,7 @@ class Small:
 
     @property
     def has_batch_size(self) -> bool:
+        """Whether the datamodule has an argument batch_size, a whole number."""
         return type(self.config["data"].get("batch_size")) is int
 
     def with_plain_steps(self, accelerator: str) -> Config:
@@ -107,22 +113,17 @@ def shrink(
         config.setdefault(section, {})
     strategy = config["trainer"]["strategy"]
     reduced = spec_of(strategy).reduced(processes)
-    num, notes = reduced.processes, reduced.notes
+    notes = reduced.notes
     is_manual = not getattr(module, "automatic_optimization", True)
-    batches = 1 if is_manual else max(2, reduced.stages)
-    small = Small(config, num, reduced.data_parallel, batches, notes, is_manual=is_manual)
-    small.is_plain = model_config is None
-    if isinstance(strategy, dict):
-        arguments = reduced.arguments
-        # Those that the class's signature does not name, as sizes of a package's axis, stay apart.
-        unnamed = strategy.get("dict_kwargs") or {}
-        if unnamed:
-            strategy["dict_kwargs"] = {name: arguments.pop(name) for name in unnamed}
-        strategy["init_args"] = arguments
-        if "process_group_backend" in arguments:
-            arguments["process_group_backend"] = None  # the default of a CPU
-    elif strategy == "auto":
-        strategy = "ddp"
+    small = Small(
+        config,
+        processes=reduced.processes,
+        data_parallel=reduced.data_parallel,
+        accumulation=1 if is_manual else max(2, reduced.stages),
+        notes=notes,
+        is_manual=is_manual,
+        is_plain=model_config is None,
+    )
     config["run"] |= {
         "root": str(folder / "runs"),
         "name": "rehearsal",
@@ -131,10 +132,10 @@ def shrink(
     }
     config["trainer"] |= {
         "accelerator": "cpu",
-        "devices": num,
+        "devices": reduced.processes,
         "num_nodes": 1,
         "precision": "32-true",
-        "strategy": strategy,
+        "strategy": _shrink_strategy(strategy, reduced.arguments),
         "max_steps": STEPS,
         "max_epochs": None,
         "max_time": None,
@@ -172,16 +173,35 @@ def shrink(
     return small
 
 
+def _shrink_strategy(strategy: Any, arguments: Config) -> Any:
+    """Returns the value of trainer.strategy: the class of `strategy` with the reduced arguments, or
+    a name."""
+    if strategy == "auto":
+        return "ddp"
+    if not isinstance(strategy, dict):
+        return strategy
+    # Those that the class's signature does not name, as sizes of a package's axis, stay apart.
+    unnamed = strategy.get("dict_kwargs") or {}
+    if unnamed:
+        strategy["dict_kwargs"] = {name: arguments.pop(name) for name in unnamed}
+    if "process_group_backend" in arguments:
+        arguments["process_group_backend"] = None  # the default of a CPU
+    strategy["init_args"] = arguments
+    return strategy
+
+
 def _shrink_data(small: Small, folder: Path, keep_data: bool, objective: Objective) -> None:
     data = small.config["data"]
     global_batch_size = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation
     sizes: Any = global_batch_size
-    if isinstance(phases := data["global_batch_size"], list):
-        least = min(phase["value"] for phase in phases)  # the others become twice the least
-        phases = [
-            phase | {"value": 1 + (phase["value"] > least), "multiple": None} for phase in phases
-        ]
-        sizes = _shrink_phases(small, phases, 2 * global_batch_size)
+    phases = data["global_batch_size"]
+    if isinstance(phases, list):
+        least = min(phase["value"] for phase in phases)
+        reduced = []
+        for phase in phases:  # the least becomes 1, all others 2
+            value = 2 if phase["value"] > least else 1
+            reduced.append(phase | {"value": value, "multiple": None})
+        sizes = _shrink_phases(small, reduced, 2 * global_batch_size)
     values: Config = {
         "seq_len": min(data["seq_len"], SEQ_LEN),
         "global_batch_size": sizes,
@@ -195,7 +215,8 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool, objective: Objecti
         values["source"] = SOURCES[objective.learns_from](folder.absolute() / "texts", num_rows)
         values |= {"tokenizer": {"class_path": "Bytes"}, "cache_dir": str(folder / "cache")}
         values |= {"validation_share": 0.1, "test_share": 0.1}
-    data |= {key: values[key] for key in values.keys() & data.keys()}  # a data module may lack some
+    for key in values.keys() & data.keys():  # a data module may lack some
+        data[key] = values[key]
 
 
 def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
@@ -203,20 +224,16 @@ def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
     highest is `most`."""
     if not isinstance(given, list):
         return given if most is None else most
-    tokens = (
-        MICRO_BATCH_SIZE
-        * small.data_parallel
-        * small.accumulation
-        * min(small.config["data"]["seq_len"], SEQ_LEN)
-    )
-    scale, highest = tokens * STEPS / 2 / max(phase["until"] or 1 for phase in given), 1.0
+    rows = MICRO_BATCH_SIZE * small.data_parallel * small.accumulation
+    tokens_per_step = rows * min(small.config["data"]["seq_len"], SEQ_LEN)
+    last_until = max(phase["until"] or 1 for phase in given)  # the last phase has none
+    of_tokens, of_values = tokens_per_step * STEPS / 2 / last_until, 1.0  # factors
     if most is not None:
-        highest = most / max(phase["value"] for phase in given)
+        of_values = most / max(phase["value"] for phase in given)
     for phase in given:
-        phase |= {
-            "value": phase["value"] * highest,
-            "until": phase["until"] and phase["until"] * scale,
-        }
+        phase["value"] *= of_values
+        if phase["until"]:
+            phase["until"] *= of_tokens
     return given
 
 
@@ -284,19 +301,13 @@ def _shrink_model(
             model["pretrained"] = None
             notes.append("model.pretrained: a small model with random weights")
         architecture = model.get("architecture") or {}
-        extra = {EXTRA: architecture[EXTRA]} if EXTRA in architecture else {}
         seq_len = data.get("seq_len", SEQ_LEN)
-        model["architecture"] = (
-            shrink_architecture(model_config, seq_len, small.accumulation) | extra
-        )
+        fields = shrink_architecture(model_config, seq_len, small.accumulation)
+        if EXTRA in architecture:
+            fields[EXTRA] = architecture[EXTRA]
+        model["architecture"] = fields
     if isinstance(model.get("optim"), dict):
-        warmup = model["optim"].get("warmup", 0)
-        warmup = warmup if isinstance(warmup, int | float) else 0
-        rate = model["optim"].get("learning_rate")
-        if small.is_text or isinstance(rate, float):
-            rate = _shrink_phases(small, rate, 3e-3)
-        values = {"learning_rate": rate, "warmup": 2 if warmup >= 1 else warmup}
-        model["optim"] |= {key: values[key] for key in values.keys() & model["optim"].keys()}
+        _shrink_optim(small, model["optim"])
     for path in ("balance.bias_update_speed", *objective.phases):
         section, _, key = path.partition(".")
         if isinstance(model.get(section), dict) and key in model[section]:
@@ -310,3 +321,15 @@ def _shrink_model(
         model["loss_chunk"] = data["seq_len"]  # still computes it in chunks
     if "sample_tokens" in model:
         model["sample_tokens"] = 4
+
+
+def _shrink_optim(small: Small, optim: Config) -> None:
+    """Sets a learning rate and a warm-up for few steps, where the keys exist."""
+    if "learning_rate" in optim and (small.is_text or isinstance(optim["learning_rate"], float)):
+        optim["learning_rate"] = _shrink_phases(small, optim["learning_rate"], 3e-3)
+    if "warmup" not in optim:
+        return
+    if not isinstance(optim["warmup"], int | float):
+        optim["warmup"] = 0
+    elif optim["warmup"] >= 1:  # steps; below 1 it is a share of all steps
+        optim["warmup"] = 2

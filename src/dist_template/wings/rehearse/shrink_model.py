@@ -8,6 +8,7 @@ expert parallelism. Fields have transformers' standard names, which a configurat
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ WINDOWS = (
     "keep_window_size",
     "index_topk",
 )
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 OF_INDICES = ("layers", "idxs")  # names of lists that have the numbers of some layers
 NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
 
@@ -93,23 +95,18 @@ NOT_KEPT = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "trans
 def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int = 2) -> Fields:
     """Returns the fields of a small architecture with the structure of `config`."""
     known = {field.name for field in dataclasses.fields(config)}
-    small: Fields = {}
-    for name, largest in SIZES.items():
-        if size := _size(config, name):
-            small[name] = min(size, largest)
-    small |= _heads(config) | _layers(config, max(2, min_layers))
-    for name in ("n_routed_experts", "num_local_experts", "num_experts"):
-        if size := _size(config, name):
-            small[name] = min(size, NUM_EXPERTS)
-    if (groups := _size(config, "n_group")) > 1:
-        small |= {"n_group": 2, "topk_group": 1 if config.topk_group < groups else 2}
     window = max(1, seq_len // 4)
-    for name in WINDOWS:
-        if size := _size(config, name):
-            small[name] = min(size, window)
-    if rates := getattr(
-        config, "compress_rates", None
-    ):  # DeepSeek-V4's tokens of a compressed entry
+    small: Fields = {}
+    small |= _at_most(config, SIZES)
+    small |= _heads(config) | _layers(config, max(2, min_layers))
+    small |= _at_most(config, dict.fromkeys(EXPERTS, NUM_EXPERTS))
+    groups = _size(config, "n_group")
+    if groups > 1:
+        small["n_group"] = 2
+        small["topk_group"] = 1 if config.topk_group < groups else 2
+    small |= _at_most(config, dict.fromkeys(WINDOWS, window))
+    rates = getattr(config, "compress_rates", None)
+    if rates:  # DeepSeek-V4's tokens of a compressed entry
         small["compress_rates"] = {name: min(rate, window) for name, rate in rates.items()}
     if _size(config, "max_position_embeddings"):
         small["max_position_embeddings"] = seq_len
@@ -125,11 +122,22 @@ def shrink_architecture(config: PretrainedConfig, seq_len: int, min_layers: int 
     return fields
 
 
+def _at_most(config: PretrainedConfig, limits: Mapping[str, int]) -> dict[str, int]:
+    """Returns the sizes that the configuration has, each at most its limit."""
+    small: dict[str, int] = {}
+    for name, limit in limits.items():
+        size = _size(config, name)
+        if size:
+            small[name] = min(size, limit)
+    return small
+
+
 def _size(config: PretrainedConfig, name: str) -> int:
     """Returns the value of a field that is a positive whole number; 0 for any other."""
     value = getattr(config, name, None)
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return max(value, 0) if is_number else 0
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return max(value, 0)
 
 
 def _heads(config: PretrainedConfig) -> dict[str, int]:
@@ -140,14 +148,17 @@ def _heads(config: PretrainedConfig) -> dict[str, int]:
     groups = given_groups or heads
     small_groups = min(groups, 2)
     heads_per_group = min(max(heads // groups, 1), 2)
-    found = {"num_attention_heads": max(small_groups * heads_per_group, min(heads, 2))}
+    small = {"num_attention_heads": max(small_groups * heads_per_group, min(heads, 2))}
     if given_groups:
-        found["num_key_value_heads"] = small_groups
-    return found
+        small["num_key_value_heads"] = small_groups
+    return small
 
 
 def _layers(config: PretrainedConfig, least: int) -> Fields:
-    """Returns one layer of each kind, in order, and at least `least` layers."""
+    """Returns one layer of each kind, in order, and at least `least` layers.
+
+    Reads what the configuration says of each layer and of some layers, keeps the first layer of
+    each kind and, until they are enough, the last ones, and numbers them anew."""
     depth = _size(config, "num_hidden_layers")
     if not depth:
         return {}
@@ -157,35 +168,36 @@ def _layers(config: PretrainedConfig, least: int) -> Fields:
         value = getattr(config, field.name)
         if not isinstance(value, list) or field.name == "mlp_only_layers":
             continue
-        if field.name.endswith(OF_INDICES) and value == sorted({*value} & {*range(depth)}):
+        # A list of one value for each layer may be called so too; numbers of layers ascend.
+        if field.name.endswith(OF_INDICES) and value == sorted(set(value) & set(range(depth))):
             some_layers[field.name] = value
         elif len(value) == depth:
             per_layer[field.name] = value
     num_dense = getattr(config, "first_k_dense_replace", None)
     step = getattr(config, "decoder_sparse_step", None) or 1
-    dense = {*range(depth)} - {*range(step - 1, depth, step)}
-    dense |= {*(getattr(config, "mlp_only_layers", None) or ())}
+    dense = set(range(depth)) - set(range(step - 1, depth, step))
+    dense |= set(getattr(config, "mlp_only_layers", None) or ())
 
     first: dict[tuple, int] = {}  # kind of layer: its first layer
     for layer in range(depth):
         kind = [values[layer] for values in per_layer.values()]
         for numbers in (*some_layers.values(), dense, range(num_dense or 0)):
             kind.append(layer in numbers)
-        first.setdefault((*kind,), layer)
+        first.setdefault(tuple(kind), layer)
     kept = set(first.values())
     for layer in range(depth - 1, 0, -1):
         if len(kept) < least:
             kept.add(layer)
     numbering = {layer: number for number, layer in enumerate(sorted(kept))}
 
-    found: Fields = {"num_hidden_layers": len(kept)}
+    small: Fields = {"num_hidden_layers": len(kept)}
     for name, values in per_layer.items():
-        found[name] = [values[layer] for layer in numbering]
+        small[name] = [values[layer] for layer in numbering]
     for name, numbers in some_layers.items():
-        found[name] = [numbering[layer] for layer in numbers if layer in kept]
+        small[name] = [numbering[layer] for layer in numbers if layer in kept]
     if num_dense is not None:
-        found["first_k_dense_replace"] = len(kept & {*range(num_dense)})
+        small["first_k_dense_replace"] = len(kept & set(range(num_dense)))
     if hasattr(config, "mlp_only_layers"):
-        found["mlp_only_layers"] = [numbering[layer] for layer in sorted(kept & dense)]
-        found["decoder_sparse_step"] = 1
-    return found
+        small["mlp_only_layers"] = [numbering[layer] for layer in sorted(kept & dense)]
+        small["decoder_sparse_step"] = 1
+    return small

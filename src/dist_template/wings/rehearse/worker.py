@@ -1,5 +1,9 @@
 """Runs one command as one rank. Importing this module hides GPUs from the process, or gives it fake
-ones."""
+ones.
+
+The order of the imports matters: environment variables first, then the fake GPUs, then Lightning
+and DeepSpeed, which ask for GPUs when they are imported. workers.py forks each rank from a process
+that has done so, and calls `serve` in it."""
 
 import contextlib
 import faulthandler
@@ -121,12 +125,15 @@ def _exit_with_parent() -> None:
 
 
 def _describe(error: BaseException, record: Path, rank: int) -> str:
-    if isinstance(error, SystemExit):  # the parser has printed the reason
-        return f"refused: {RunRecord(record, {}).last_line(rank)}" if error.code else "done"
+    if isinstance(error, SystemExit):
+        if not error.code:
+            return "done"
+        reason = RunRecord(record, {}).last_line(rank)  # the parser has printed it
+        return f"refused: {reason}"
     traceback.print_exception(error)
     if isinstance(error, InputError):
         return f"refused: {first_line(error)}"
-    where = ""
+    where = ""  # the user's innermost line
     for frame in traceback.extract_tb(error.__traceback__):
         if is_users(frame.filename):
             where = f" ({short(frame.filename)}:{frame.lineno})"
@@ -150,6 +157,7 @@ class _RecordedCLI(CLI):
 
     def instantiate_trainer(self, **kwargs: object) -> L.Trainer:
         trainer = super().instantiate_trainer(**kwargs)
-        recorder = (Observer if ON_DEVICES else Recorder)(self.record, self.rank, self.run)
+        kind = Observer if ON_DEVICES else Recorder
+        recorder = kind(self.record, self.rank, self.run)
         trainer.callbacks += [recorder, *self.callbacks]  # ty: ignore[missing-attribute]
         return trainer

@@ -84,7 +84,7 @@ def run_ranks(
                 Variable.STARTED: str(time.time()),
             }
             ours, theirs = context.Pipe()
-            job = ([*argv], project, record.absolute(), environment, callbacks, prelude)
+            job = (list(argv), project, record.absolute(), environment, callbacks, prelude)
             process = context.Process(target=_serve, args=(theirs, *job), name=f"rank {rank}")
             process.start()
             theirs.close()
@@ -105,9 +105,11 @@ def _wait(
     answers: dict[int, str] = {}
     deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
     while len(answers) < len(pipes):
-        has_failed = bool({*answers.values()} - {"done"})
+        has_failed = bool(set(answers.values()) - {"done"})
         waiting = [rank for rank in range(len(pipes)) if rank not in answers]
-        left_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        left_s = None  # no limit
+        if deadline < float("inf"):
+            left_s = max(0.0, deadline - time.monotonic())
         ready = wait([pipes[rank] for rank in waiting], left_s)
         for rank in waiting:
             if pipes[rank] in ready:
@@ -117,13 +119,11 @@ def _wait(
                     processes[rank].join(5)
                     answers[rank] = f"killed: exit code {processes[rank].exitcode}"
         if not ready:
-            why = (
-                "stopped: another rank had failed"
-                if has_failed
-                else f"hung: no end after {timeout_s or 0:.0f} s"
-            )
-            answers |= dict.fromkeys(waiting, why)
-        elif {*answers.values()} - {"done"}:
+            answer = f"hung: no end after {timeout_s or 0:.0f} s"
+            if has_failed:
+                answer = "stopped: another rank had failed"
+            answers |= dict.fromkeys(waiting, answer)
+        elif set(answers.values()) - {"done"}:
             deadline = min(deadline, time.monotonic() + GRACE_S)
     return answers
 
