@@ -61,7 +61,8 @@ GUARDS = {
     "secrets are not written": Guard(
         "if is_secret and value:", "if False:"),
     "experts are balanced": Guard(
-        "torch.sign(total / self._num - loads)", "torch.sign(loads - total / self._num)"),
+        "torch.sign(total / self._num_experts - loads)",
+        "torch.sign(loads - total / self._num_experts)"),
     "an export has the trained model's logits": Guard(
         "copy_shard(targets[name], stored.pop(name))", "stored.pop(name)"),
 }  # fmt: skip

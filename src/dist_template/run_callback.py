@@ -21,44 +21,48 @@ __all__ = ["RunCallback", "loggers_of"]
 
 
 class RunCallback(Callback):
-    """A callback with the hooks of a run besides Lightning's. Each does nothing by itself."""
+    """Base of a callback that needs more hooks than Lightning's. Override the ones that you need:
+    here they do nothing."""
 
     def before_log_step(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        """Puts measurements into `metrics_of(module)`, before the ranks' values are summed."""
+        """Called first at a log step: puts this rank's measurements into `metrics_of(module)`,
+        whose values are then summed over ranks."""
 
     def add_metrics(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
-        """Adds metrics that follow from all ranks' values, in `metrics_of(module).of_ranks`."""
+        """Called next: adds to `metrics` what is computed from the values of all ranks, which are
+        in `metrics_of(module).of_ranks`."""
 
     def on_log_step(
         self, trainer: L.Trainer, module: L.LightningModule, metrics: dict[str, float]
     ) -> None:
-        """Is called with the metrics that the loggers have got."""
+        """Called last, after the loggers: `metrics` are those that they have got."""
 
     def on_commit(self, path: Path, hashed: dict[str, list[int]]) -> None:
-        """Is called when the checkpoint `path` is complete, with size and CRC of the files that
-        this rank has hashed."""
+        """Called when the checkpoint `path` is complete. `hashed` has the size and the CRC of each
+        file that this rank has hashed."""
 
     def manifest_entries(self) -> dict[str, Any]:
-        """Returns what the manifest of a checkpoint has of this callback, of plain types."""
+        """Returns entries for the manifest of a checkpoint, of plain types; {} for none."""
         return {}
 
 
 class RunLogger:
-    """The methods of a logger that a run calls besides Lightning's. Each does nothing by itself."""
+    """Base of a logger with more methods than Lightning's. Override the ones that you need: here
+    they do nothing."""
 
     def log_sample(self, text: str, step: int) -> None:
-        """Logs what the model has generated after a validation. Of rank 0 alone."""
+        """Logs what the model has generated after a validation. Called on rank 0 alone."""
 
     def alert(self, title: str, text: str, level: str) -> None:
-        """Notifies of a finding of the diagnosis. Of rank 0 alone."""
+        """Notifies of a finding of the diagnosis. Called on rank 0 alone."""
 
     def on_checkpoint(self, path: Path) -> None:
-        """Is called when the checkpoint `path` is complete."""
+        """Called when the checkpoint `path` is complete."""
 
     def on_resume(self, step: int) -> None:
-        """Is called when a run resumes after `step`, whose later steps are logged again."""
+        """Called when a run resumes after `step`, whose later steps are logged again."""
 
 
 def run_callbacks(trainer: Any) -> list[RunCallback]:

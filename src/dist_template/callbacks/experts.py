@@ -99,8 +99,8 @@ class Experts(StepCallback):
         totals, width = metrics_of(module).totals[LOADS], self._balancer.loads.shape[1]
         worst, unused = 0.0, 0
         for i, layer in enumerate(self._balancer.layers):
-            loads = totals[i * width : i * width + layer.num]
-            worst = max(worst, max(loads) / max(sum(loads), 1.0) * layer.num)
+            loads = totals[i * width : i * width + layer.num_experts]
+            worst = max(worst, max(loads) / max(sum(loads), 1.0) * layer.num_experts)
             unused += loads.count(0.0)
         metrics["moe/expert_load_max_over_mean"] = worst
         metrics["moe/unused_experts"] = unused

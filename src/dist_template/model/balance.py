@@ -77,8 +77,8 @@ class BalanceConfig:
 class Layer:
     """A mixture-of-experts layer. Its modules are None on the ranks of other pipeline stages."""
 
-    name: str  # of the module that contains the router and the experts
-    num: int  # experts on all ranks
+    block_name: str  # of the module that contains the router and the experts
+    num_experts: int  # on all ranks
     has_router: bool
     has_bias: bool
     experts: nn.Module | None  # stacked; called with the indices of the chosen experts
@@ -90,28 +90,52 @@ class Layer:
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Returns the layers whose experts transformers 5 calls with indices; others are not found."""
+    """Returns the mixture-of-experts layers whose tokens can be balanced, in the model's order.
+
+    A layer is found by its experts: one module with stacked weights, as transformers 5 writes them,
+    which a forward pass calls with the indices of the chosen experts. Experts of another form are
+    not found: nothing counts their tokens. The router is the module beside the experts with a
+    weight of one row per expert. Adapters of PEFT may wrap the experts."""
     stacked = {experts for experts in find_experts(model) if hasattr(experts, "is_concatenated")}
     layers = []
-    for name, block in model.named_modules():
+    for block_name, block in model.named_modules():
         if wrappers_of_parameters(block):
             continue
         for experts in block.children():
             wrappers = wrappers_of_parameters(experts)
             base = wrappers[-1].base_layer if wrappers else experts
-            if base not in stacked:
-                continue
-            num, router, bias_owner = num_experts(base), None, None
-            for module in block.children():
-                shapes = [full_shape(p) for p in module.parameters(recurse=False)]
-                if router is None and any(len(s) == 2 and s[0] == num for s in shapes):
-                    router = module
-            for module in block.modules():
-                if bias_owner is None and BIAS in dict(module.named_buffers("", False)):
-                    bias_owner = module
-            has_router, has_bias = router is not None, bias_owner is not None
-            layers.append(Layer(name, num, has_router, has_bias, experts, router, bias_owner))
+            if base in stacked:
+                router = _router_in(block, num_experts(base))
+                bias_owner = _bias_owner_in(block)
+                layer = Layer(
+                    block_name,
+                    num_experts=num_experts(base),
+                    has_router=router is not None,
+                    has_bias=bias_owner is not None,
+                    experts=experts,
+                    router=router,
+                    bias_owner=bias_owner,
+                )
+                layers.append(layer)
     return layers
+
+
+def _router_in(block: nn.Module, num_rows: int) -> nn.Module | None:
+    """Returns the first child with a matrix of `num_rows` rows of its own."""
+    for module in block.children():
+        for parameter in module.parameters(recurse=False):
+            shape = full_shape(parameter)
+            if len(shape) == 2 and shape[0] == num_rows:
+                return module
+    return None
+
+
+def _bias_owner_in(block: nn.Module) -> nn.Module | None:
+    """Returns the first module of the block that has the buffer BIAS."""
+    for module in block.modules():
+        if BIAS in dict(module.named_buffers("", False)):
+            return module
+    return None
 
 
 class Balancer:
@@ -142,11 +166,12 @@ class Balancer:
         if group is not None:  # the layers of all stages, in the order of their numbers
             no_modules = {"experts": None, "router": None, "bias_owner": None}
             described = [replace(layer, **no_modules) for layer in self.layers]
-            found = {}
+            by_name: dict[str, Layer] = {}
             for of_stage in from_all_ranks(described, group):
-                found |= {layer.name: layer for layer in of_stage}
-            found |= {layer.name: layer for layer in self.layers}
-            self.layers = sorted(found.values(), key=_layer_numbers)
+                by_name |= {layer.block_name: layer for layer in of_stage}
+            # This rank's own have their modules.
+            by_name |= {layer.block_name: layer for layer in self.layers}
+            self.layers = sorted(by_name.values(), key=_layer_numbers)
         self.counts_now = False  # whether the forward pass that runs now is counted
         self._arriving: tuple[Tensor, dist.Work | None] | None = None
         self._model_config = text_config(model)
@@ -177,9 +202,9 @@ class Balancer:
 
     def attach(self, device: torch.device) -> list[RemovableHandle]:
         """Registers the hooks that count loads and keep router logits; returns their handles."""
-        numbers = [[layer.num] for layer in self.layers]
-        self._num = torch.tensor(numbers, device=device, dtype=torch.float32)
-        width = max(layer.num for layer in self.layers)
+        numbers = [[layer.num_experts] for layer in self.layers]
+        self._num_experts = torch.tensor(numbers, device=device, dtype=torch.float32)
+        width = max(layer.num_experts for layer in self.layers)
         # This rank's loads in this optimizer step; the last column is for indices without an
         # expert.
         self.loads = torch.zeros(len(self.layers), width + 1, device=device)
@@ -188,7 +213,7 @@ class Balancer:
         keeps_all = bool(self.config.sequence_loss_coef or self.config.z_loss_coef)
         handles = []
         for i, layer in enumerate(self.layers):
-            self.shares[i, : layer.num] = 1 / layer.num
+            self.shares[i, : layer.num_experts] = 1 / layer.num_experts
             if layer.experts is not None:
                 register, count = layer.experts.register_forward_pre_hook, self._count(i)
                 handles.append(register(count, prepend=True, with_kwargs=True))
@@ -213,7 +238,7 @@ class Balancer:
         def keep(router: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             if self.counts_now:  # transformers' routers return their logits first
                 for each in (output,) if isinstance(output, Tensor) else output:
-                    if each.shape[-1] == layer.num and each.is_floating_point():
+                    if each.shape[-1] == layer.num_experts and each.is_floating_point():
                         layer.logits = each
                         return
 
@@ -230,7 +255,8 @@ class Balancer:
                 continue
             if i in self._aux:  # 1 where the load is even, at most experts / experts per token
                 mean = probabilities(layer, logits).mean(0)
-                aux.append(layer.num * (self.shares[i, : layer.num] * mean).sum())
+                shares = self.shares[i, : layer.num_experts]
+                aux.append(layer.num_experts * (shares * mean).sum())
             if config.sequence_loss_coef:
                 sequence.append(self._sequence_loss(layer, logits, len(batch["input_ids"])))
             if config.z_loss_coef:
@@ -273,7 +299,7 @@ class Balancer:
         if work is not None:
             work.wait()  # on a GPU the stream waits, not the host
         total = loads.sum(1, keepdim=True)
-        moves = self.bias_update_speed * torch.sign(total / self._num - loads)
+        moves = self.bias_update_speed * torch.sign(total / self._num_experts - loads)
         shares = loads / total.clamp(min=1)
         if skipped is not None:
             moves = torch.where(skipped > 0, 0.0, moves)
@@ -281,7 +307,7 @@ class Balancer:
         self.shares.copy_(shares)
         for i, layer in enumerate(self.layers):
             if layer.bias_owner is not None:
-                getattr(layer.bias_owner, BIAS).add_(moves[i, : layer.num])
+                getattr(layer.bias_owner, BIAS).add_(moves[i, : layer.num_experts])
 
 
 def probabilities(layer: Layer, logits: Tensor) -> Tensor:
@@ -294,4 +320,4 @@ def probabilities(layer: Layer, logits: Tensor) -> Tensor:
 
 
 def _layer_numbers(layer: Layer) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", layer.name)]
+    return [int(number) for number in re.findall(r"\d+", layer.block_name)]

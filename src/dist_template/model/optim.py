@@ -283,9 +283,13 @@ class PhasesLR(LambdaLR):
 def _share_of_peak(
     step: int, config: OptimConfig, warmup: int, num_steps: float, data: Any = None
 ) -> float:
-    """Returns the learning rate of `step` as a share of the peak, equal to the bit to
-    `transformers.get_scheduler`, whose module takes longer to import than all else before the first
-    step; beyond the end cosine keeps its floor."""
+    """Returns the learning rate of `step` as a share of the peak.
+
+    The shapes are those of `transformers.optimization`, equal to the bit:
+    get_constant_schedule_with_warmup, get_linear_schedule_with_warmup, get_inverse_sqrt_schedule,
+    get_cosine_with_min_lr_schedule_with_warmup, and get_wsd_schedule for warmup_stable_decay, whose
+    warm-up starts from the floor. They are written here, as that module takes longer to import than
+    all else before the first step. Beyond the end of training cosine keeps its floor."""
     if isinstance(config.learning_rate, list):
         consumed = data.consumed_samples * data.seq_len if data else 0
         share = value_at(config.learning_rate, consumed) / config.peak
