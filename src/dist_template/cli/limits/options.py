@@ -19,10 +19,12 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.spike import SpikeDetection
 
 from ...compat.lightning import logs_graph
+from ...errors import InputError
 from ...model.any_module import owns_order
 from ...model.optim import OptimConfig
 from ...parallel.configured import without_effect
 from ...parallel.mesh.spec import MeshSpec
+from ...parallel.spec.refusals import manual_refusal
 from ...parallel.zero.spec import ZeroSpec
 from .machine import Setup
 
@@ -144,14 +146,15 @@ def flags(setup: Setup) -> Iterator[str]:
 
 
 def manual_optimization(setup: Setup) -> Iterator[str]:
-    """Several backward passes, and weights that are frozen for one: "resize storage" in FSDP2."""
-    is_manual = setup.trains and not setup.module.automatic_optimization
-    if is_manual and not setup.spec.is_replicated:
-        yield (
-            f"{type(setup.module).__name__} optimizes manually (automatic_optimization is False),"
-            f" which does not work under {setup.spec.name}: use --config strategy/ddp or one"
-            " device"
-        )
+    """The module steps by itself: an engine, or a pipeline, has steps of its own."""
+    if not setup.trains or setup.module.automatic_optimization:
+        return
+    try:
+        why = setup.spec.why_not_manual(setup.machine.world_size)
+    except InputError:
+        return  # the strategy reports that its sizes do not fit
+    if why:
+        yield manual_refusal(type(setup.module).__name__, why)
 
 
 def ignored(setup: Setup) -> Iterator[str]:

@@ -62,7 +62,10 @@ def shard_module(module: L.LightningModule, strategy: MeshRanks) -> None:
     scatter.from_rank_zero(tensors, tensors)
     shard_by_blocks(module, strategy)
     refuse_mixed(module, lambda each: isinstance(each, fsdp.FSDPModule))
-    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+    steps = ["validation_step", "test_step", "predict_step"]
+    if module.automatic_optimization:  # else manual.py gathers
+        steps.append("training_step")
+    for step in steps:
         if is_overridden(step, module):
             fsdp.register_fsdp_forward_method(module, step)
 

@@ -68,6 +68,11 @@ class MeshSpec(Spec):
         least = prod(axis.least_micro_batches() for axis in self.active(world_size))
         return least * super().rows_together(world_size, micro_batch_size)
 
+    def why_not_manual(self, world_size: int) -> str:
+        sizes = self.sizes(world_size)
+        axes = [axis for axis in self.active(world_size) if not axis.allows_manual]
+        return ", ".join(f"{axis.key} {sizes[axis.name]}" for axis in axes)
+
     def expert_parts(self, world_size: int) -> int:
         """Tensor parallelism divides each expert, unless expert parallelism distributes them."""
         sizes = self.sizes(world_size)

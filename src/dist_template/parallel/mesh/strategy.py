@@ -24,7 +24,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -37,9 +37,12 @@ from .. import scatter
 from ..configured import overrides
 from ..element_wise import is_known, why_not_on_shards
 from ..own_code import code_of
+from ..spec import spec_of
+from ..spec.refusals import manual_refusal
 from ..starting import Start
 from .axes import ReplicaAxis, TensorAxis, all_axes
 from .axes.axis import Size
+from .manual import ManualSteps
 from .pipeline.division import Division
 from .pipeline.partition import facts_of
 from .pipeline.run import Pipeline
@@ -129,6 +132,7 @@ class MeshStrategy(MeshRanks):
             "reduce_each_micro_batch": reduce_each_micro_batch,
         }
         self._has_placed = False  # a network, by `place`
+        self._manual: ManualSteps | None = None  # of a module that optimizes manually
         self.pp_schedule = pp_schedule
         self.tp_plan, self.ep_plan, self.cpu_offload = tp_plan, ep_plan, cpu_offload
         self.reduce_each_micro_batch = reduce_each_micro_batch
@@ -146,6 +150,13 @@ class MeshStrategy(MeshRanks):
             own()
         if not self._has_placed:
             shard_module(model, self)
+        if self.shards and not model.automatic_optimization:
+            if why := spec_of(self).why_not_manual(self.world_size):
+                raise InputError(manual_refusal(type(model).__name__, why))
+            units = (unit for unit in model.modules() if isinstance(unit, FSDPModule))
+            root = next(units, None)
+            if root is not None:
+                self._manual = ManualSteps(root)
 
     def setup_optimizers(self, trainer: L.Trainer) -> None:
         """Tries an optimizer of the module's own on shards. Raises InputError if it needs full
@@ -177,6 +188,7 @@ class MeshStrategy(MeshRanks):
     def teardown(self) -> None:
         if self.lightning_module is not None:
             set_configure_model(self.lightning_module, None)
+        self._manual = None
         super().teardown()
 
     def shard(self, start: Start) -> nn.Module:
@@ -243,7 +255,23 @@ class MeshStrategy(MeshRanks):
                 unit.set_requires_all_reduce(reduces, recurse=False)
 
     def training_step(self, *args: object, **kwargs: object) -> Any:
+        if self._manual is not None:
+            with self._manual.step():
+                return super().training_step(*args, **kwargs)
         return self.layers.training_step(super().training_step, (*args, *kwargs.values()))
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._manual is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        run = super().backward
+        self._manual.backward(closure_loss, lambda loss: run(loss, *args, **kwargs))
+        return closure_loss
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._manual is not None:
+            self._manual.after_step(torch_optimizer(optimizer))
+        return output
 
     def validation_step(self, *args: object, **kwargs: object) -> Any:
         return self.layers.evaluate(super().validation_step, (*args, *kwargs.values()))

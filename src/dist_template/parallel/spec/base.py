@@ -89,6 +89,10 @@ class Spec:
         """Returns the dimensions of the sharding that are above one, as proof.json names them."""
         return ["ddp"] if world_size > 1 else []
 
+    def why_not_manual(self, world_size: int) -> str:
+        """Returns what does not train a module that optimizes manually; "": all of it does."""
+        return self.name
+
     def expert_parts(self, world_size: int) -> int:
         """Returns over how many ranks the width of each expert is divided."""
         return 1

@@ -27,6 +27,9 @@ class PlainSpec(Spec):
 
     is_replicated: ClassVar[bool] = True
 
+    def why_not_manual(self, world_size: int) -> str:
+        return ""
+
     def refusals(self, setup: Configured) -> Iterator[str]:
         yield from super().refusals(setup)
         for start, files in REPLACED.items():

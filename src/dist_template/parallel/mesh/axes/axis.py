@@ -41,6 +41,7 @@ class Axis:
         shares_sequences: Whether such ranks have each a part of every sequence.
         draws_own: Whether they have random streams of their own (dropout).
         is_proven: Whether proof.json has it; replicas compute what one process computes.
+        allows_manual: Whether a module that optimizes manually trains right along it.
         comes_last: Whether it follows the others in proof.json's names and in refusals."""
 
     name = key = ""
@@ -50,6 +51,7 @@ class Axis:
     shares_sequences = False
     draws_own = True
     is_proven = True
+    allows_manual = False
     comes_last = False
 
     def __init_subclass__(cls) -> None:

@@ -10,7 +10,8 @@ class ReplicaAxis(Axis):
     """Replicas, usually one per node, which all-reduce the gradients of their shards."""
 
     name = "dp_replicate"
-    reads_own_rows, is_proven = True, False
+    reads_own_rows = allows_manual = True
+    is_proven = False
 
     def traffic(self, facts: Facts) -> Iterator[Sent]:
         """Gradients of a rank's shard, once per step."""

@@ -12,7 +12,7 @@ class ShardAxis(Axis):
     A pipeline is ZeRO-1 inside of a stage (pipeline.py): its units are gathered once per step."""
 
     name, default = "fsdp", "auto"
-    reads_own_rows = True
+    reads_own_rows = allows_manual = True
 
     @property
     def reduces_each(self) -> bool:
