@@ -26,6 +26,7 @@ DAILY = [  # each stands for a fault that was found: docs/decisions/training.md
     ("accumulates_by_epoch", "one"),
     ("randomly_augmented", "ddp"),
     ("clamps_itself", "zero2"),
+    ("gan", "fsdp2"),
 ]
 
 pytestmark = pytest.mark.slow

@@ -115,11 +115,17 @@ def test_a_checkpoint_is_validated_tested_and_predicts(trainings: Trainings, str
     assert [len(json.loads(line)) for line in lines] == [BATCH] * 4
 
 
-@pytest.mark.parametrize("kind", tiers(MANUALLY, daily=["two optimizers"]))
-def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: str) -> None:
+MANUAL_CELLS = [(kind, way) for kind in MANUALLY for way in ("ddp", "fsdp2", "hsdp")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), tiers(MANUAL_CELLS, daily=[("two optimizers", "fsdp2")])
+)
+def test_manual_optimization_equals_one_process(tmp_path: Path, kind: str, strategy: str) -> None:
     trainings = Trainings(tmp_path, MANUALLY[kind])
     one = trainings.run("auto", "auto", batch=GLOBAL).check()
-    two = trainings.run("ddp", "ddp", batch=GLOBAL // 2).check()
+    batch = GLOBAL // STRATEGIES[strategy]
+    two = trainings.run(strategy, strategy, batch=batch).check()
     losses = logged(one.run, "my/loss")
     assert len(losses) >= 4
     assert logged(two.run, "my/loss") == pytest.approx(losses, rel=1e-5)
@@ -127,6 +133,6 @@ def test_manual_optimization_under_ddp_equals_one_process(tmp_path: Path, kind: 
         assert two.eval()[step] == pytest.approx(results, rel=1e-5)
 
 
-def test_manual_optimization_is_refused_where_the_weights_are_sharded(tmp_path: Path) -> None:
-    refusal = Trainings(tmp_path, MANUAL).run("refused", "fsdp2", batch=GLOBAL // 2).refusal
-    assert "Manual optimizes manually" in refusal and "--config strategy/ddp" in refusal
+def test_manual_optimization_is_refused_where_an_engine_steps(tmp_path: Path) -> None:
+    refusal = Trainings(tmp_path, MANUAL).run("refused", "zero2", batch=GLOBAL // 2).refusal
+    assert "Manual optimizes manually" in refusal and "--config strategy/fsdp2" in refusal

@@ -1025,7 +1025,7 @@ class StartsAnew(Regression):
                 parameter.data.fill_(0.1)
 
 
-ZERO_MANUAL = {"fsdp2": "optimizes manually", "zero2": "optimizes manually"}
+ZERO_MANUAL = {"zero2": "optimizes manually"}
 MODULES: dict[str, Habit] = {
     "logit_scale": Habit(
         "LogitScale",

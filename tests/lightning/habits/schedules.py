@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 from torch.optim import swa_utils
 
@@ -607,6 +607,99 @@ class AccumulatesByHand(Regression):
             optimizer.zero_grad()
 
 
+class Wasserstein(Regression):
+    """A Wasserstein GAN: several steps of the critic, whose backward pass is differentiated and
+    whose weights are clamped; the generator's layers are a list, with a scale that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.judge = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 1)])
+        self.automatic_optimization = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = x + torch.tanh(layer(x))
+        return x * self.scale
+
+    def judged(self, x: Tensor) -> Tensor:
+        return self.judge[1](torch.tanh(self.judge[0](x)))
+
+    def penalty(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.judged(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).pow(2).mean()
+
+    def loss_of(self, batch: Any) -> Tensor:
+        return -self.judged(self(batch["x"])).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        real = batch["x"] * batch["y"]
+        for _ in range(2):
+            made = self(batch["x"])  # not detached: toggling keeps the generator's weights
+            loss = self.judged(made).mean() - self.judged(real).mean() + self.penalty(real)
+            self.toggle_optimizer(critic)
+            self.manual_backward(loss)
+            critic.step()
+            critic.zero_grad()
+            self.untoggle_optimizer(critic)
+            with torch.no_grad():
+                for parameter in self.judge.parameters():
+                    parameter.clamp_(-0.3, 0.3)
+        self.manual_backward(self.loss_of(batch))
+        critic.zero_grad()
+        generator.step()
+        generator.zero_grad()
+        self.scale.data.clamp_(0.95, 1.05)
+        self.log("judge_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam([*self.net.parameters(), self.scale], 0.05, betas=(0.5, 0.9)),
+            torch.optim.Adam(self.judge.parameters(), 0.05, betas=(0.5, 0.9)),
+        ]
+
+
+class TwoBackwardPasses(Regression):
+    """One forward pass with two backward passes, and a gradient that is computed between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 4)])
+        self.judge = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.automatic_optimization = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[1](torch.tanh(self.net[0](x)))
+
+    def loss_of(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch["x"]), batch["x"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        made = self(batch["x"])
+        rebuilt = F.mse_loss(made, batch["x"])
+        judged = self.judge(made).mean()
+        (slope,) = torch.autograd.grad(judged, made, retain_graph=True)
+        self.manual_backward(rebuilt, retain_graph=True)
+        self.log("slope", slope.sum(), on_step=False, on_epoch=True, sync_dist=True)
+        self.manual_backward(judged / 8)
+        if (batch_idx + 1) % 2 == 0:
+            self.clip_gradients(first, 0.5, "norm")
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.net.parameters(), 0.01),
+            torch.optim.SGD(self.judge.parameters(), 0.05, momentum=0.9),
+        ]
+
+
 class Averaged(Regression):
     """Averages its weights by torch's swa_utils, in the module."""
 
@@ -748,7 +841,7 @@ NO_EFFECT = "which has no effect under ZeRO"
 
 
 def _manual(module: str, **options: Any) -> Habit:
-    return Habit(module, trainer=EPOCHS, refused={"fsdp2": MANUAL, "zero2": MANUAL}, **options)
+    return Habit(module, trainer=EPOCHS, refused={"zero2": MANUAL}, **options)
 
 
 HABITS: dict[str, Habit] = {
@@ -841,12 +934,13 @@ HABITS: dict[str, Habit] = {
     "clip_in_manual": Habit(
         "ClipsByHandInManual",
         trainer=EPOCHS | {"gradient_clip_val": 0.5},
-        refused=dict.fromkeys(RANKS, "gradient_clip_val")
-        | dict.fromkeys(("fsdp2", "zero2"), "optimizes manually"),
+        refused=dict.fromkeys(RANKS, "gradient_clip_val") | {"zero2": "optimizes manually"},
     ),
     "two_optimizers": _manual("TwoOptimizers"),
     "three_optimizers": _manual("ThreeOptimizers"),
     "gan": _manual("Gan", oracle=FINDS_UNUSED),
+    "wasserstein": _manual("Wasserstein", oracle=FINDS_UNUSED),
+    "two_backward_passes": _manual("TwoBackwardPasses", oracle=FINDS_UNUSED),
     "accumulates_by_hand": _manual("AccumulatesByHand"),
     "averaged": Habit("Averaged", trainer=EPOCHS),
     "unfreezes": Habit("Unfreezes", trainer=EPOCHS, refused={"zero2": UNFROZEN}, oracle="one"),

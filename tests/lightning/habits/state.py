@@ -557,9 +557,7 @@ HABITS: dict[str, Habit] = {
     "stops_itself": Habit("StopsItself", trainer=EPOCHS),
     "reads_trainer": Habit("ReadsTrainer", trainer=EPOCHS),
     "returns_nothing": Habit(
-        "ReturnsNothing",
-        trainer=EPOCHS,
-        refused={"fsdp2": "optimizes manually", "zero2": "optimizes manually"},
+        "ReturnsNothing", trainer=EPOCHS, refused={"zero2": "optimizes manually"}
     ),
     "epoch_weight": Habit("EpochWeight", trainer=EPOCHS),
     "epoch_sums": Habit("EpochSums", trainer=EPOCHS),

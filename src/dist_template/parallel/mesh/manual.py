@@ -24,7 +24,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+
+from ...compat.torch import tree_leaves
 
 PASS = "pass_on_loss"  # a method of the outermost unit while it is registered with FSDP2
 
@@ -40,7 +41,7 @@ class ManualSteps:
         self.units: list[Any] = [
             unit for unit in root.modules() if isinstance(unit, fsdp.FSDPModule)
         ]
-        self.shards = dict(root.named_parameters())
+        self.shards: dict[str, nn.Parameter] = {}  # by name, from the first step on
         self._loss: Tensor | None = None
         self._is_initialized = False
         self._is_open = False  # whether the module's own code runs in its step
@@ -51,7 +52,7 @@ class ManualSteps:
                 _gather_at_read(layer, self)
             else:
                 layer.register_forward_pre_hook(self._before_layer)
-        # Each backward pass ends with the outermost unit, also one of a part (`autograd.grad`, for a
+        # Each backward pass ends with the outermost unit, also `autograd.grad` of a part (for a
         # loss's weight), after which the module's step continues.
         self.root.set_reshard_after_backward(False, recurse=False)
         self.inner = [unit for unit in self.units if unit is not root]
@@ -65,8 +66,9 @@ class ManualSteps:
         """Surrounds a `training_step`."""
         if not self._is_initialized:  # torch finds the outermost unit by the first forward pass
             self._is_initialized = True
-            self._loss = None
             self._pass_on_loss()
+            self._release()
+            self.shards = dict(self.root.named_parameters())
         self._release()
         self._is_open = True
         try:
@@ -75,7 +77,7 @@ class ManualSteps:
             self._is_open = False
             self._release()
 
-    def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
+    def backward(self, loss: Tensor, run: Callable[[Tensor], object]) -> None:
         """Backpropagates `loss` () by `run`. Gradients of all ranks are on the shards then."""
         for parameter, shard in self._gathered():  # the module may have frozen some meanwhile
             if parameter.requires_grad != shard.requires_grad:
@@ -138,17 +140,20 @@ class ManualSteps:
             unit.reshard()
 
     def _write_back(self, owner: nn.Module) -> None:
-        """Copies the gathered parameters of `owner` to their shards, as the module may have changed
-        the ones that it read (`self.scale.data.clamp_(0, 1)`)."""
+        """Copies to the shards what the module has changed in gathered parameters of `owner`
+        (`self.scale.data.clamp_(0, 1)`). In mixed precision they are rounded copies."""
         for name, parameter in owner.named_parameters(recurse=False):
             shard = self.shards[self._name_of(owner, name)]
-            if parameter is shard or parameter.dtype != shard.dtype:
+            if parameter is shard:
                 continue
             assert isinstance(shard, DTensor)
             mesh = shard.device_mesh
             full = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim)
             with torch.no_grad():
-                shard.to_local().copy_(full.redistribute(placements=shard.placements).to_local())
+                part = full.redistribute(placements=shard.placements).to_local()
+                local = shard.to_local()
+                part = part.to(local.device)
+                local.copy_(torch.where(part == local.to(part.dtype), local, part))
 
     def _name_of(self, owner: nn.Module, name: str) -> str:
         for prefix, module in self.root.named_modules():
@@ -166,7 +171,7 @@ class ManualSteps:
 
 def _layers_of(unit: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules that have parameters of `unit`, without those of units inside it."""
-    if unit._parameters:
+    if list(unit.parameters(recurse=False)):
         yield unit
     for child in unit.children():
         if not isinstance(child, fsdp.FSDPModule):

@@ -52,8 +52,8 @@ def measured_refusal(
 
 
 def manual_refusal(name: str, what: str) -> str:
-    """Returns why the module `name`, which steps by itself, is not trained under `what`: a pipeline,
-    or an engine, takes steps of its own."""
+    """Returns why the module `name`, which steps by itself, is not trained under `what`: an engine
+    or a pipeline takes steps of its own."""
     return (
         f"{name} optimizes manually (automatic_optimization is False), which does not work under"
         f" {what}: use --config strategy/fsdp2, strategy/ddp or one device"
