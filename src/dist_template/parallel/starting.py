@@ -31,6 +31,7 @@ from ..errors import InputError, reason
 from ..layout import shard_of
 from ..records import GIB
 from . import scatter
+from .configured import ARGS
 
 UNIT = 1 << 26  # bytes
 Build = Callable[[], nn.Module]
@@ -153,8 +154,8 @@ class StartOnRankZero:
     def fill(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         if group is not None:
             raise InputError(
-                f"{self._why}, as the stages of a pipeline need it: set pp_size to 1, or edit"
-                " build_model"
+                f"{self._why}, as the stages of a pipeline need it: set {ARGS}.pp_size to 1, or"
+                " edit build_model"
             )
         scatter.from_rank_zero(weights.named_tensors(module), self._full)
         self._full = {}

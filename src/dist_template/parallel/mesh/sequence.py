@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...compat import replaced
 from ...compat import transformers as compat
 from ...errors import InputError
+from ..configured import ARGS
 
 UNSHARDED = "unsharded_position_ids"  # key of a sharded batch: (B, T) the positions of all tokens
 IS_SHARD = "is_sequence_shard"  # keyword argument of a model's forward pass, for its attention
@@ -32,7 +33,9 @@ def shard_batch(batch: Any, group: dist.ProcessGroup) -> Any:
         return batch
     shape, num = batch["input_ids"].shape, group.size()
     if shape[1] % num:
-        raise InputError(f"{shape[1]} tokens cannot be shared by cp_size {num}: edit data.seq_len")
+        raise InputError(
+            f"{shape[1]} tokens cannot be shared by {ARGS}.cp_size {num}: edit data.seq_len"
+        )
     sharded = batch | {UNSHARDED: batch["position_ids"], "unsharded_input_ids": batch["input_ids"]}
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.shape[:2] == shape:
@@ -50,7 +53,7 @@ def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup) -> Non
 
     Raises ValueError if more than attention combines the model's tokens."""
     if why := compat.reason_against_sequence_shards(model):
-        raise ValueError(f"{why}: set cp_size to 1")
+        raise ValueError(f"{why}: set {ARGS}.cp_size to 1")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     kernel = compat.attention_of(model) or ""
@@ -72,13 +75,16 @@ def share_attention(model: nn.Module, num: int, group: dist.ProcessGroup) -> Non
                     " around the model"
                 )
                 raise InputError(
-                    f"cp_size above 1 needs {needs}, as in module.py: set cp_size to 1"
+                    f"{ARGS}.cp_size above 1 needs {needs}, as in module.py: set it to 1"
                 )
             return attend(module, queries, keys, values, *mask, **options)
         options.pop("position_ids", None)  # of the shard, for which flash attention would read them
         heads = queries.shape[1]
         if heads % num:
-            raise InputError(f"{heads} attention heads cannot be shared by cp_size {num}")
+            raise InputError(
+                f"{heads} attention heads cannot be shared by {ARGS}.cp_size {num}: edit one of"
+                " them"
+            )
         copies = num // gcd(num, keys.shape[1])  # where there are fewer heads of keys than ranks
         groups = {"num_key_value_groups": heads // keys.shape[1] // copies} if copies > 1 else {}
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))

@@ -23,6 +23,7 @@ from ...errors import InputError, reason
 from ...layout import refuse_mixed, refuse_unshardable
 from .. import scatter
 from ..blocks import find_blocks
+from ..configured import ARGS
 from .ranks import MeshRanks
 from .sequence import share_attention
 
@@ -99,13 +100,14 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
     missing, forgotten = dict[str, str](), FORGOTTEN.get(model.config.model_type, ())
     with _refusing(model):
         if model.config.model_type in UNSOUND:
-            raise ValueError("its plan leaves partial gradients: set tp_size to 1")
+            raise ValueError(f"its plan leaves partial gradients: set {ARGS}.tp_size to 1")
         for owners in weights.find_ties(model):
             tied = [names[owner] for owner, _ in owners]
             if 0 < len(rules.keys() & tied) < len(tied):
                 which = f"{' and '.join(tied)} share a parameter, and the plan shards one of them"
                 raise ValueError(
-                    f"{which}: set tie_word_embeddings to false, or give both a rule as tp_plan"
+                    f"{which}: set model.architecture.tie_word_embeddings to false, or give both a"
+                    f" rule as {ARGS}.tp_plan"
                 )
         for module, path in names.items():
             styles = {_style_of(rules, f"{path}.{name}") for name, _ in module.named_children()}
@@ -127,7 +129,8 @@ def complete_plan(model: PreTrainedModel, rules: dict[str, str]) -> None:
                     )
                     way_out = f"replicate if it is complete on each rank, {STYLE} if it is a sum"
                     raise ValueError(
-                        f"{which}: set tp_size to 1, or give a rule as tp_plan ({way_out})"
+                        f"{which}: set {ARGS}.tp_size to 1, or give a rule as {ARGS}.tp_plan"
+                        f" ({way_out})"
                     )
                 missing[pattern_of(owner)] = STYLE
     model.tp_plan = model.tp_plan | missing  # the dict itself is the class's
@@ -199,7 +202,9 @@ def shard_by_blocks(model: nn.Module, strategy: MeshRanks) -> None:
     sizes = strategy.mesh_sizes
     with _refusing(model):
         if sizes.tp > 1 or sizes.ep > 1:
-            raise ValueError("it has no tensor or expert plan: set tp_size and ep_size to 1")
+            raise ValueError(
+                f"it has no tensor or expert plan: set {ARGS}.tp_size and {ARGS}.ep_size to 1"
+            )
         if (group := strategy.sequence_group) is not None:
             share_attention(model, sizes.cp, group)
         dimensions = ("dp_replicate", "fsdp") if sizes.dp_replicate > 1 else ("fsdp",)

@@ -5,10 +5,11 @@ from math import prod
 from typing import Any
 
 from ...errors import InputError
+from ..configured import ARGS
 from .axes import all_axes
 from .axes.axis import Axis, MeshSizes, Size
 
-EDIT = "edit strategy.init_args"
+EDIT = f"edit {ARGS}"
 Arguments = Mapping[str, Any]  # of MeshStrategy, with the sizes by `Axis.key`
 
 

@@ -132,7 +132,8 @@ class MeshSpec(Spec):
             return
         if self.offloads and sizes.tp > 1 and self.data_parallel(world_size) == 1:
             why = "needs parameters that FSDP shards, but fsdp_size x dp_replicate_size is 1"
-            yield f"{ARGS}.cpu_offload true {why}: set it to false, or fsdp_size to 2 or more"
+            way_out = f"set it to false, or {ARGS}.fsdp_size to 2 or more"
+            yield f"{ARGS}.cpu_offload true {why}: {way_out}"
         for axis in self.in_order(world_size):
             yield from axis.refusals(setup)
 

@@ -34,7 +34,7 @@ from ...compat.lightning import set_configure_model, torch_optimizer
 from ...errors import InputError
 from ...layout import refuse_unshardable
 from .. import scatter
-from ..configured import overrides
+from ..configured import ARGS, overrides
 from ..element_wise import is_known, why_not_on_shards
 from ..own_code import code_of
 from ..spec import spec_of
@@ -115,7 +115,8 @@ class MeshStrategy(MeshRanks):
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         if unknown := sizes.keys() - {axis.key for axis in all_axes()}:
-            raise InputError(f"MeshStrategy has no {', '.join(sorted(unknown))}: remove it")
+            keys = ", ".join(f"{ARGS}.{name}" for name in sorted(unknown))
+            raise InputError(f"MeshStrategy has no {keys}: remove it")
         self.arguments = sizes | {
             "fsdp_size": fsdp_size,
             "dp_replicate_size": dp_replicate_size,

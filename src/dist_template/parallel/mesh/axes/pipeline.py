@@ -69,7 +69,7 @@ class PipelineAxis(Axis):
         if self.argument("cpu_offload"):
             yield f"{ARGS}.cpu_offload true does not work in a pipeline: set it to false"
         if setup.setting("adapter.quantize"):
-            way_out = "set it to null, or pp_size to 1"
+            way_out = f"set it to null, or {ARGS}.pp_size to 1"
             yield f"model.adapter.quantize does not work in a pipeline: {way_out}"
         yield from self._objectives(setup)
 
@@ -80,13 +80,13 @@ class PipelineAxis(Axis):
         if schedule not in ONE_STAGE and per_rank < 2:
             yield (
                 f"{ARGS}.pp_stages_per_rank {per_rank}: {schedule} needs 2 or more; edit it, or set"
-                " pp_schedule 1F1B"
+                f" {ARGS}.pp_schedule 1F1B"
             )
         config, num = setup.text_config, None
         if not hasattr(config, "decoder_layers"):  # else num_hidden_layers is the encoder's
             num = getattr(config, "num_hidden_layers", None)
         if num is not None and num < stages:
-            way_out = f"lower {ARGS}.pp_size, or set another pp_schedule"
+            way_out = f"lower {ARGS}.pp_size, or set another {ARGS}.pp_schedule"
             yield f"the model's {num} blocks cannot be divided into {stages} stages: {way_out}"
         elif isinstance(self.layers, list):
             why = wrong_layers(self.layers, stages, num)

@@ -24,7 +24,7 @@ class SequenceAxis(Axis):
             yield f"cp_size {size} needs a model of transformers: set {key} to 1"
         seq_len = getattr(setup.data, "seq_len", 0)
         if seq_len % size:
-            yield f"data.seq_len {seq_len} is not a multiple of cp_size {size}: edit one of them"
+            yield f"data.seq_len {seq_len} is not a multiple of {key} {size}: edit one of them"
         if getattr(getattr(setup.data, "source", None), "pairs", False):
             yield f"cp_size {size} would split pairs of data.source Preferences: set {key} to 1"
         heads, whose = getattr(setup.text_config, "num_attention_heads", 0), "the model's"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ....compat import wrap_method
 from ....errors import InputError
+from ...configured import ARGS
 from .partition import ModelParts
 
 PLAIN = (bool, int, float, str, type(None))
@@ -120,7 +121,7 @@ class BlockProxy:
                 of = type(self._block).__name__.removeprefix("FSDP")
                 raise InputError(
                     f"a pipeline needs blocks that return only hidden states, and {of} returns a"
-                    " tuple: set pp_size 1"
+                    f" tuple: set {ARGS}.pp_size to 1"
                 )
             return output
         if number == stage.start - 1:

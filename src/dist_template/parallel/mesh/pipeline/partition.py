@@ -9,6 +9,7 @@ from torch import nn
 
 from ....errors import InputError
 from ...blocks import find_blocks
+from ...configured import ARGS
 from .stages import (
     LayerSplit,
     StageFacts,
@@ -46,7 +47,8 @@ class ModelParts:
         cannot = f"{type(model).__name__} cannot be a pipeline"
         if not len(found):
             raise InputError(
-                f"{cannot}: its blocks are not the items of one nn.ModuleList; or set pp_size to 1"
+                f"{cannot}: its blocks are not the items of one nn.ModuleList; or set"
+                f" {ARGS}.pp_size to 1"
             )
         owners = [
             module
@@ -58,7 +60,7 @@ class ModelParts:
         for owner, on_path in zip(owners, [*owners[1:], found], strict=True):
             for name, _ in owner.named_parameters(recurse=False):
                 why = f"{name} is a parameter of {type(owner).__name__}: give it a module"
-                raise InputError(f"{cannot}: {why}; or set pp_size to 1")
+                raise InputError(f"{cannot}: {why}; or set {ARGS}.pp_size to 1")
             side = before
             for child in owner.children():
                 if child is on_path:
@@ -76,12 +78,12 @@ def blocks_of_stages(model: nn.Module, num_stages: int, layers: LayerSplit) -> l
     num, last = len(parts.blocks), 0.0
     if isinstance(layers, list):
         if why := wrong_layers(layers, num_stages, num):
-            raise InputError(why)
+            raise InputError(f"{ARGS}.{why}")
         return layers
     if num_stages > num:
         raise InputError(
             f"{num} blocks cannot be divided into {num_stages} stages (pp_size x stages per rank):"
-            " set pp_size lower, or another pp_schedule"
+            f" set {ARGS}.pp_size lower, or another pp_schedule"
         )
     if layers == "cost":
         last = _size(parts.after) * num / max(_size([*parts.blocks]), 1)
