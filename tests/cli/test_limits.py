@@ -92,7 +92,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"strategy": ModelParallelStrategy()}, "replaced: .*fsdp2_tp"),
     ({"strategy": DeepSpeedStrategy()}, "replaced: .*zero3"),
     ({"strategy": "ddp_fork"}, "'ddp_fork' is not supported, .* set ddp"),
-    ({"data": ROWS_12}, "12 is not a multiple of micro_batch_size 1 x data_parallel 8"),
+    ({"data": ROWS_12}, "12 is not a multiple of data.micro_batch_size 1 x data_parallel 8"),
     (mesh(dp_replicate_size=2, tp_size=2, data=ROWS_6), "6 is not .* 1 x data_parallel 4"),
     (module(eps=-1.0), "model.optim: Invalid epsilon value: -1.0"),
     (module(warmup=1000), "warm-up of 1000 steps is not shorter than training"),
@@ -125,7 +125,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (pipeline(pp_layers=[10, 10, 12]), "pp_layers .* has 3 numbers: give 2 numbers .* or even"),
     (pipeline(pp_layers=[16, 16], **DUAL), "pp_layers .* has 2 numbers: give 4 numbers"),
     (pipeline(cpu_offload=True), "cpu_offload true does not work in a pipeline: set it to false"),
-    (pipeline(module=NF4), "adapter.quantize does not work in a pipeline: set it to null, or .*pp_"),
+    (
+        pipeline(module=NF4),
+        "adapter.quantize does not work in a pipeline: set it to null, or .*pp_",
+    ),
     (pipeline(data=PAIRS), "Preferences does not work in a pipeline: set .*pp_size to 1"),
 ]
 

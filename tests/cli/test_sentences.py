@@ -124,7 +124,10 @@ FLAGS = {
     "--data.validation_share=0.5 --data.test_share=0.5": "nothing to train on",
     "--model.optim.learning_rate=[{value: 1}] --optimizer=torch.optim.SGD "
     "--optimizer.lr=1": "remove one",
-    "--data.global_batch_size=9": "global_batch_size 9 .* micro_batch_size 2",
+    "--data.global_batch_size=9": "data.global_batch_size 9 .* data.micro_batch_size 2",
+    "--data.global_batch_size=5000": "edit data.seq_len or data.global_batch_size",
+    "--data.global_batch_size=5000 --data.micro_batch_size=5000": "5000 are needed: .* edit "
+    "data.seq_len or data.micro_batch_size 5000 with data.global_batch_size",
     "--trainer.accelerator=tpu": "trainer.accelerator 'tpu'.* this machine has no GPU",
     "--trainer.precision=transformer-engine": "trainer: .*transformer_engine",
     "--trainer.strategy=ZeroStrategy": "'ZeroStrategy' is no strategy; give ddp",

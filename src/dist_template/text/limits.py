@@ -41,9 +41,8 @@ def check_numbers(data: Any, world_size: int) -> None:
     if divisor % together:
         phases = " (which divides its phases)" if isinstance(given, list) else ""
         raise InputError(
-            f"global_batch_size {divisor}{phases} is not a multiple of micro_batch_size"
-            f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit"
-            " data.global_batch_size or data.micro_batch_size"
+            f"{key} {divisor}{phases} is not a multiple of data.micro_batch_size"
+            f" {data.micro_batch_size} x data_parallel {world_size} = {together}; edit one of them"
         )
     _check_balance(data, world_size)
     accumulation = divisor // together
@@ -101,6 +100,9 @@ def check_rows(data: Any, corpus: Corpus) -> Corpus:
         filled = max(counts["tokens"] - 1, 0) // data.seq_len
         if corpus.is_whole(split):
             filled = len(packing_of(corpus, split, data.seq_len, data.reads_ends).rows) - 1
+        least = data.micro_batch_size * data.world_size
+        if split == "train" and filled < least:  # no global batch size can be smaller
+            key = f"data.micro_batch_size {data.micro_batch_size} with {key}"
         if filled < rows:
             raise InputError(
                 f"the {split} split has {counts['tokens']:,} tokens in {counts['documents']:,}"
