@@ -220,7 +220,7 @@ REFUSED = {  # flags: what is said
     "--heartbeat.share=.nan": "heartbeat.share is nan; give 0 or more, below 1",
     "--heartbeat.times=0": "heartbeat.times is 0; give 1 or more",
     "--heartbeat.times=x": "heartbeat.times is 'x': expected an integer",
-    "--heartbeat.ports=[3,12]": "heartbeat.ports is 12; give 1 to 9",
+    "--heartbeat.ports=[3,12]": "heartbeat.ports[1] is 12; give 1 to 9",
     "--heartbeat.folder=": "heartbeat.folder is ''; give a folder",
 }
 

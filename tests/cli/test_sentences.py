@@ -79,7 +79,11 @@ FLAGS = {
     "--config={here}/deep.yaml": "trainer.max_stepz .* mean trainer.max_steps?",
     "--model.optim={learning_rates: 3}": r"mean model.optim.learning_rate\?",
     "--data.source.encoding=nope": "data.source.encoding 'nope' is no encoding of text: give",
-    "--data.source.pathz=3": "pathz is not an argument of TextFiles",
+    "--data.source.pathz=3": r"data.source.pathz is not an argument of TextFiles; did you mean "
+    r"data.source.paths\?",
+    "--model.objective=NextTokn": "there is no class NextTokn; did you mean NextToken",
+    "--model.objective.class=NextToken": r"did you mean model.objective.class_path\?",
+    "--model.objective=dist_template.text.Bytes": "objective: dist_template.text.Bytes is no subcl",
     "--trainer.nothing_like_this=3": "trainer.nothing_like_this is not a key of this program",
     "--data.source=TextFile": "data.source.* no class TextFile",
     "--trainer.callbacks=EarlyStoping": "no class EarlyStoping; did you mean EarlyStopping",
@@ -91,17 +95,27 @@ FLAGS = {
     '--model.balance={"\\e[2Jab": 1}': r"does not accept option 'model\.balance\.\\x1b\[2Jab'",
     # types
     "--data.seq_len=long": "data.seq_len is 'long': expected an integer; see",
+    "--data.source.paths=x.txt": r"data.source.paths is 'x.txt': expected a list, as in \[x.txt\]",
+    "--model.optim.learning_rate=[{value: 1, until: nan}, {value: 2}]": r"model.optim.learning_rate"
+    r"\[0\].until: nan is not possible: expected a number",
+    "--model.distillation.weight=1": "model.distillation.teacher is missing",
+    "--model.adapter.rank=x": "model.adapter.rank is 'x': expected an integer",
+    "--trainer.callbacks=3": "trainer.callbacks: there is no class 3",
+    "--trainer.callbacks=[EarlyStopping, 3]": "trainer.callbacks: 3 is no class: give an import",
     "--trainer.limit_val_batches=x": "x is not possible: expected an integer, exp",
     "--model.optim=3": "model.optim is '3': it takes keys, as in model.optim.KEY",
     "--model.optim.schedule=exponential": "cosine",
     # ranges
     "--model.optim.learning_rate=.inf": "model.optim.learning_rate is inf; give more than 0",
-    "--model.optim.betas=[0.9, 1]": "model.optim.betas is 1.0; give 0 or more, below 1",
+    "--model.optim.betas=[0.9, 1]": r"model.optim.betas\[1\] is 1.0; give 0 or more, below",
     "--trainer.max_steps=0x1" + 20 * "0": "max_steps is 1208925819614629174706176; give fewer",
     "--model.architecture={model_type: llama, rms_norm_eps: .nan}": "rms_norm_eps is nan; give a",
     "--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: x, min_delta: "
     ".nan}}": "trainer.callbacks.min_delta is nan; give a number",
     "--optimizer={class_path: torch.optim.SGD, init_args: {lr: .inf}}": "lr is inf; give 0",
+    "--trainer.callbacks=[DeviceStatsMonitor, {class_path: EarlyStopping, init_args: {monitor: x, "
+    "min_delta: .nan}}]": r"trainer.callbacks\[1\].init_args.min_delta is nan; give a number",
+    "--model.optim.learning_rate=[{value: 1, until: .nan}, {value: 2}]": r"rate\[0\].until is nan",
     "--optimizer=Muon --optimizer.ns_steps=200": "ns_steps is 200; give 1 to 99",
     "--lr_scheduler={class_path: StepLR, init_args: {step_size: 0}}": "size is 0; give 1 or more",
     "--data.tokenizer={class_path: ByteBPE, init_args: {train_mib: 0}}": "train_mib is 0; give 1",

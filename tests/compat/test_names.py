@@ -50,6 +50,9 @@ FUNCTIONS = {
     "gradient_clip_algorithm",
     "P:_ChildProcessObserver": "main_pid child_processes sleep_period",
     "P:_ChildProcessObserver._terminate_all": "self",
+    "jsonargparse._typehints:ActionTypeHint._check_type": "self value append cfg mode",
+    "jsonargparse._typehints:adapt_class_type": "value serialize instantiate_classes sub_add_kwargs"
+    " prev_val partial_skip_args typehint",
     "L.cli:LightningCLI._get": "self config key default",
     "L.cli:LightningCLI._dump_config": "self",
     "L.cli:LightningCLI._parser": "self subcommand",

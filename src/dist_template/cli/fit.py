@@ -41,7 +41,6 @@ from . import limits, ranges, strategy_names
 from .chosen import Choice
 from .defaults import always_on, differing, hide_expected, trainer_defaults
 from .parser import (
-    KEYS_OF_KINDS,
     OPTIMIZATION,
     ConfigFile,
     Parser,
@@ -207,15 +206,14 @@ class CLI(OpenCLI):
     def instantiate_classes(self) -> None:
         """Reports the reason alone if a class refuses its arguments."""
         refused = Refused()
-        for kind in KEYS_OF_KINDS:
-            self.parser.add_instantiator(refused.construct, kind, subclasses=True)
+        self.parser.add_instantiator(refused.construct, object, subclasses=True)
         try:
             super().instantiate_classes()
         except InputError:
             raise
-        except ValueError as error:  # jsonargparse lists the reason among other failed attempts
+        except Exception as error:  # jsonargparse lists the reason among other failed attempts
             lacking = missing_requirement(str(error))
-            if lacking:
+            if lacking and isinstance(error, ValueError):
                 raise InputError(lacking) from error
             if refused.why:
                 raise InputError(refused.why) from error

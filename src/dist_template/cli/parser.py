@@ -22,8 +22,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..by_tokens import AUTO, values_of
-from ..compat.lightning_cli import formatter_of, keys_of, takes_null, wrap_instantiation
-from ..errors import InputError, first_line, is_first_on_node, reason, shortened
+from ..compat.lightning_cli import (
+    Key,
+    formatter_of,
+    key_in_progress,
+    keys_of,
+    takes_null,
+    wrap_instantiation,
+)
+from ..errors import (
+    InputError,
+    first_line,
+    is_disk_full,
+    is_first_on_node,
+    is_out_of_memory,
+    reason,
+    shortened,
+)
 from ..foreign import MOST_BYTES
 from ..plugins import Plugin, PluginError, contained, note
 from ..project import Choice, program
@@ -31,13 +46,6 @@ from . import config_file, strategy_names
 
 __all__ = ["one_sentence"]
 
-# Kinds of classes that a configuration names: the key that does.
-KEYS_OF_KINDS: dict[type, str] = {
-    Callback: "trainer.callbacks",
-    Logger: "trainer.logger",
-    Strategy: "trainer.strategy",
-    Profiler: "trainer.profiler",
-}
 BASES = (Callback, Logger, Strategy, Profiler, Optimizer, LRScheduler, Choice)
 OPTIMIZATION = {  # key: base classes, the argument that optim.py passes, help
     "optimizer": (
@@ -60,7 +68,7 @@ OPTIMIZER_FLAGS = ("--optimizer", "--optimizer.class_path")
 # What reading a value may raise, besides the parser's own.
 READING = (AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 TYPES = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text"}
-TYPES["NoneType"] = "null"
+TYPES |= {"NoneType": "null", "list": "a list", "dict": "keys"}
 
 HELP = {  # replaces Lightning's help where this command line behaves differently
     "ckpt_path": "A checkpoint, or `last` or `best` of the newest run of run.name. fit: `last`"
@@ -176,15 +184,15 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if os.environ.get("TRACEBACK", "0") != "0" and ex is not None:
             raise ex
-        text = one_sentence(" ".join(message.split()), self.keys())
-        if self.of_class is not None:
-            text = _with_class(text, self.of_class)
+        given = key_in_progress()
+        text = one_sentence(" ".join(message.split()), self.keys(), given, self.of_class)
         if is_first_on_node():
             end = "" if text.endswith("?") else ";"
             print(f"error: {shortened(text)}{end} see --help for every key", file=sys.stderr)
         sys.exit(2)
 
 
+NO_CLASS = Key()  # the whole configuration
 # Arguments of TextModule and PackedText that configurations of language models set.
 OF_TEXT = """
     architecture pretrained attention optim blocks balance mtp adapter preference loss_chunk source
@@ -192,41 +200,37 @@ OF_TEXT = """
 """.split()
 
 
-def one_sentence(text: str, keys: set[str]) -> str:
-    """Rewrites jsonargparse's message as one sentence, without the types that it has tried."""
+def one_sentence(text: str, keys: set[str], given: Key = NO_CLASS, kind: type | None = None) -> str:
+    """Rewrites jsonargparse's message as one sentence, without the types that it has tried.
+
+    Args:
+        text: The message, about a value of the whole configuration or of a class in it.
+        keys: The keys that are known there.
+        given: The key of that class.
+        kind: The class."""
     unknown = r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'"
     if found := re.search(unknown, text):
-        name = found[1] or found[2]
-        section, sections = name.partition(".")[0], {key.partition(".")[0] for key in keys}
-        near = get_close_matches(name, keys, 1, cutoff=0.8) or get_close_matches(
-            section, sections, 1, cutoff=0.8
-        )
-        hint = f"; did you mean {near[0]}?" if near else ""
-        argument = name.split(".")[1] if "." in name else ""
-        if argument and section in ("model", "data") and near in ([], [section]):
-            # the user's class: its section is known, and not what was meant
-            hint = f": this project's {section} has no argument {argument}"
-            if argument in OF_TEXT:
-                hint += ", which is for the library's language models"
-        return f"{name} is not a key of this program{hint}"
+        return _of_unknown_key(found[1] or found[2], keys)
     if argument := re.fullmatch(r"Option '(\w+)' is not accepted", text):
-        return f"{argument[1]} is not an argument of the class that it is given to"
+        return _of_unknown_argument(argument[1], keys, given, kind)
     if lacking := re.fullmatch(r"the following arguments are required: (.+)", text):
-        return f"{lacking[1]} is missing: it has no default"
-    if bound := _of_annotated_types(text):
+        return _of_missing(lacking[1].split(", "), given, kind)
+    if bound := _of_annotated_types(text, given):
         return bound
-    kind = r"Expected a <class '(\w+)'>"
-    text = re.sub(kind, lambda match: f"expected {TYPES.get(match[1], match[1])}", text)
+    expected = r"Expected a <class '(\w+)'>"
+    text = re.sub(expected, lambda match: f"expected {TYPES.get(match[1], match[1])}", text)
     text = re.sub(r"Expected a typing\.Literal\[([^\]]*)\]", r"expected one of \1", text)
     if wrong := re.search(r'Parser key "([\w.]+)": (expected .+?)\. Got value: (.+)', text):
-        return f"{wrong[1]} is {wrong[3]!r}: {wrong[2]}"
+        example = f", as in [{wrong[3]}]" if wrong[2] == "expected a list" else ""
+        return f"{given.argument(wrong[1])} is {wrong[3]!r}: {wrong[2]}{example}"
     if scalar := re.search(r"""Parser key "([\w.]+)": Unable to load config '(.+?)'""", text):
-        keys_or_file = f"it takes keys, as in {scalar[1]}.KEY, or a YAML file of them"
-        return f"{scalar[1]} is {scalar[2]!r}: {keys_or_file}"
+        name = given.argument(scalar[1])
+        return f"{name} is {scalar[2]!r}: it takes keys, as in {name}.KEY, or a YAML file of them"
     key = re.search(r'Parser key "([\w.]+)"', text)
-    at = f"{key[1]}: " if key else ""
+    name = str(given.argument(key[1]) if key else given)
+    at = f"{name}: " if name else ""
     if found := re.search(r"Expected a dot import path string: (\w+)", text):
-        if key and key[1] == strategy_names.KEY and strategy_names.is_name(found[1]):
+        if name == strategy_names.KEY and strategy_names.is_name(found[1]):
             return strategy_names.without_keys(found[1])
         known = [kind.__name__ for base in BASES for kind in _below(base)]
         near = get_close_matches(found[1], known, 1)
@@ -239,7 +243,44 @@ def one_sentence(text: str, keys: set[str]) -> str:
         return f"{at}{why}"
     if at and value:
         return f"{at}{value[2]} is not possible: {', '.join(dict.fromkeys(value[1].split(' - ')))}"
-    return text
+    return text if key else f"{at}{text}"
+
+
+def _of_unknown_key(name: str, keys: set[str]) -> str:
+    """Returns the sentence for a key that the configuration does not have."""
+    section, sections = name.partition(".")[0], {key.partition(".")[0] for key in keys}
+    near = get_close_matches(name, keys, 1, cutoff=0.8) or get_close_matches(
+        section, sections, 1, cutoff=0.8
+    )
+    hint = f"; did you mean {near[0]}?" if near else ""
+    argument = name.split(".")[1] if "." in name else ""
+    if argument and section in ("model", "data") and near in ([], [section]):
+        # the user's class: its section is known, and not what was meant
+        hint = f": this project's {section} has no argument {argument}"
+        if argument in OF_TEXT:
+            hint += ", which is for the library's language models"
+    return f"{name} is not a key of this program{hint}"
+
+
+def _of_missing(names: list[str], given: Key, kind: type | None) -> str:
+    """Returns the sentence for arguments that have no default and are not given."""
+    keys = " and ".join(str(given.argument(name)) for name in names)
+    are, them = ("are", "them") if names[1:] else ("is", "it")
+    owner = "there is" if kind is None else f"{kind.__name__} has"
+    return f"{keys} {are} missing: {owner} no default for {them}"
+
+
+def _of_unknown_argument(name: str, keys: set[str], given: Key, kind: type | None) -> str:
+    """Returns the sentence for an argument that a class does not have."""
+    known = sorted(key for key in keys - {"help"} if "." not in key)
+    near = get_close_matches(name, [*known, "class_path", "init_args"], 1)
+    if near:
+        key = given.argument(near[0]) if near[0] in known else f"{given}.{near[0]}"
+        hint = f"did you mean {key}?"
+    else:
+        hint = f"it takes {', '.join(known) or 'none'}"
+    of = "the class that it is given to" if kind is None else kind.__name__
+    return f"{given.argument(name)} is not an argument of {of}; {hint}"
 
 
 # What pydantic says a value should be, and how cli/ranges.py says it.
@@ -253,7 +294,7 @@ BOUNDS = {
 }
 
 
-def _of_annotated_types(text: str) -> str:
+def _of_annotated_types(text: str, given: Key) -> str:
     """Returns the sentence for metadata of the package annotated_types, which jsonargparse gives to
     pydantic if that is installed; "" for another message."""
     message = r'Parser key "([\w.]+)":.*? Input should be (.+?) \[type=.*(?:Got|Given) value: (.+)'
@@ -265,7 +306,7 @@ def _of_annotated_types(text: str) -> str:
         if re.fullmatch(words, allowed):
             allowed = re.sub(words, replacement, allowed)
             break
-    return f"{key} is {value}; give {allowed}"
+    return f"{given.argument(key)} is {value}; give {allowed}"
 
 
 def _of_given_class(text: str) -> str:
@@ -273,45 +314,40 @@ def _of_given_class(text: str) -> str:
     tried; "" if the message is about something else."""
     path = re.search(r"['\"]class_path['\"]: ['\"]([\w.]+)|Given value: ([\w.]+)$", text)
     given = (path[1] or path[2]) if path else "the class"
-    if re.search(r"Expected an instantiatable class, but (\S+ )?is abstract", text):
+    if found := re.search(r"Expected an instantiatable class, but (?:(\S+) )?is abstract", text):
+        given = found[1] or given
         methods = sorted(getattr(locate(given), "__abstractmethods__", ()))
         return f"{given} is abstract: give a subclass that defines {', '.join(methods)}"
-    if found := re.search(r"Import path (\S+) does not correspond to a subclass of", text):
+    if found := re.search(r"Import path (?:(\S+) )?does not correspond to a subclass of", text):
         kinds = re.findall(r"does not correspond to a subclass of (\w+)", text)
-        return f"{found[1]} is no subclass of {' or '.join(dict.fromkeys(kinds))}"
+        return f"{found[1] or given} is no subclass of {' or '.join(dict.fromkeys(kinds))}"
+    if found := re.search(r"Not a valid subclass of \w+\. Got value: (.+?) Subclass types", text):
+        return f"{found[1]} is no class: give an import path, or class_path and init_args"
     problem = r"Problem with given class_path '([\w.]+)': (.+?)(?= - | Given value|$)"
     if found := re.search(problem, text):
         return f"{found[1]} cannot be imported: {found[2].rstrip('.')}"
     return ""
 
 
-def _with_class(text: str, kind: type) -> str:
-    """Returns a message about an argument with the class that has it and the key that names it."""
-    key = next((key for base, key in KEYS_OF_KINDS.items() if issubclass(kind, base)), "")
-    own = "an argument of the class that it is given to"
-    if own in text:
-        text = text.replace(own, f"an argument of {kind.__name__}")
-        return f"{key}: {text}" if key else text
-    return f"{key}: {kind.__name__}: {text}" if key else text
-
-
 class Refused:
-    """Creates objects of configured classes, and keeps why the first of them could not be."""
+    """Creates objects of configured classes, and keeps why the first of them could not be. Other
+    classes than those that a key has chosen, which are the project's own, raise what they raise."""
 
     def __init__(self) -> None:
         self.why = ""
 
-    def construct(self, kind: type, *args: Any, **kwargs: Any) -> Any:
+    def construct(self, kind: type, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return kind(*args, **kwargs)
         except Exception as error:
-            self.why = self.why or self._sentence(kind, error)
+            key = str(key_in_progress())
+            if key and not is_disk_full(error) and not is_out_of_memory(error):
+                self.why = self.why or self._sentence(key, kind, error)
             raise
 
-    def _sentence(self, kind: type, error: Exception) -> str:
+    def _sentence(self, key: str, kind: type, error: Exception) -> str:
         if isinstance(error, InputError):
             return str(error)
-        key = next(key for base, key in KEYS_OF_KINDS.items() if issubclass(kind, base))
         why = first_line(error).rstrip(".").replace(". ", "; ")
         if not isinstance(error, ValueError | TypeError | MisconfigurationException):
             why = f"{type(error).__name__}: {why}"

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 from jsonargparse import Namespace
 
 from ..compat import ranges as of_others
+from ..compat.lightning_cli import Key
 from ..errors import InputError
 from ..ranges import NotBlank, Range, checks_of
 
@@ -82,14 +83,14 @@ def check(settings: Namespace, classes: dict[str, type]) -> None:
     text has."""
     for section, value in vars(settings).items():
         kind = classes.get(section) or of_others.KEYS.get(section)
-        for leaf in _leaves(value, section, alternatives(kind)):
+        for leaf in _leaves(value, Key(section), alternatives(kind)):
             leaf.check()
 
 
 class Leaf(NamedTuple):
     """A number or a text of a configuration."""
 
-    key: str
+    key: Key
     value: int | float | str
     accepted: list[Alternative]
     is_foreign: bool  # an argument of a user's or a package's class
@@ -124,19 +125,19 @@ def _refusal(choices: list[list[Range | NotBlank]], value: Any) -> str:
 
 
 def _leaves(
-    value: object, key: str, accepted: list[Alternative], is_foreign: bool = False
+    value: object, key: Key, accepted: list[Alternative], is_foreign: bool = False
 ) -> Iterator[Leaf]:
-    """Yields each number and text of `value`, of one of the types `accepted`. Keys have no
-    init_args and no positions in lists."""
+    """Yields each number and text of `value`, of one of the types `accepted`."""
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         yield Leaf(key, value, accepted, is_foreign)
     elif isinstance(value, list | tuple):
         for position, each in enumerate(value):
             inside = _items(accepted, position)
-            yield from _leaves(each, key, inside, is_foreign)
+            yield from _leaves(each, key.item(position), inside, is_foreign)
     elif isinstance(value, Namespace | dict):
         items = vars(value) if isinstance(value, Namespace) else value
         if "class_path" in items:
+            key = Key(key.name, is_class=True)
             path, given = str(items["class_path"]), items.get("init_args") or {}
             accepted = [Alternative(locate(path), [])]
             is_foreign = path.partition(".")[0] not in CHECKED
@@ -146,7 +147,7 @@ def _leaves(
         known = of_others.fields_of_model(items)
         for name, each in items.items():
             inside = alternatives(known[name]) if name in known else _below(accepted, name)
-            yield from _leaves(each, f"{key}.{name}", inside, is_foreign)
+            yield from _leaves(each, key.argument(name), inside, is_foreign)
 
 
 def _items(accepted: list[Alternative], position: int) -> list[Alternative]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ..by_tokens import AUTO, Auto, PositiveByTokens, check_phases, value_at, values_of
-from ..errors import InputError, reason
+from ..errors import InputError, is_out_of_memory, reason
 from ..layout import by_layout, full_shape
 from ..ranges import NonNegativeFloat, PositiveFloat, Share, ShareBelowOne
 from .flops import matrices_of
@@ -32,6 +32,7 @@ from .flops import matrices_of
 Class = dict[str, Any]
 BEFORE_AUTO = 1e-4  # in place of `auto`, for the checks before the start
 MUON = "dist_template.model.muon:MuonWithAdamW"  # imported where it is chosen
+OF_ARGUMENTS = (TypeError, ValueError, NotImplementedError)  # whose message alone says enough
 Schedule = Literal["cosine", "linear", "constant", "warmup_stable_decay", "inverse_sqrt"]
 
 
@@ -169,15 +170,21 @@ def build_optimizer(
         kind = mixed(kind)
     try:
         return kind(groups, **arguments)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if chosen is None:
+    except Exception as error:
+        if chosen is not None and not is_out_of_memory(error):
+            raise _refused("--optimizer", chosen["class_path"], error) from error
+        if isinstance(error, OF_ARGUMENTS):
             raise InputError(f"model.optim: {reason(error)}") from error
-        raise _refused("--optimizer", chosen["class_path"], error) from error
+        raise
 
 
 def _refused(flag: str, path: str, error: Exception) -> InputError:
-    name = path.rpartition(".")[2]
-    return InputError(f"{flag} {name}: {reason(error)}; give other arguments or another class")
+    """Returns the sentence for what the constructor of a user's choice raises."""
+    if isinstance(error, InputError):
+        return error
+    kind = "" if isinstance(error, OF_ARGUMENTS) else f"{type(error).__name__}: "
+    what = f"{flag} {path.rpartition('.')[2]}: {kind}{reason(error)}"
+    return InputError(f"{what}; give other arguments or another class")
 
 
 @cache
@@ -223,8 +230,8 @@ def build_schedule(
         return _of_class(config.lr_scheduler_class, optimizer, batches_per_validation, data)
     if num_steps == math.inf and (config.warmup < 1 or config.needs_end):
         raise InputError(
-            f"schedule {config.schedule!r} with warmup {config.warmup} needs to know how long"
-            " training is; set trainer.max_steps or trainer.max_epochs"
+            f"model.optim.schedule {config.schedule!r} with model.optim.warmup {config.warmup}"
+            " needs to know how long training is; set trainer.max_steps or trainer.max_epochs"
         )
     warmup_steps = int(config.warmup)
     if config.warmup < 1:
@@ -249,7 +256,7 @@ def _of_class(
     kind = resolve_name(chosen["class_path"])
     try:
         scheduler = kind(optimizer, **chosen["init_args"])
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
         raise _refused("--lr_scheduler", chosen["class_path"], error) from error
     entry: dict[str, Any] = {"scheduler": scheduler, "interval": "step"}
     if not isinstance(scheduler, ReduceLROnPlateau):

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from torch import Tensor, nn
 
 from ...model.metrics import NOT_COUNTED
+from ...project import Choice
 from ..model.head import ChunkedLoss
 from ..model.reward import refuse_reward_model
 from .frozen import add_frozen
@@ -67,7 +68,7 @@ class Part(NamedTuple):
     help: str
 
 
-class Objective:
+class Objective(Choice):
     """What a language model learns. Define `sums`; see the file's header for the rest.
 
     The arguments of `__init__`, which it keeps as attributes of the same names, are the keys of
