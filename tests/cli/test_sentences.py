@@ -227,7 +227,9 @@ def test_a_disk_that_fills_up_is_one_sentence(flags: list[str], tmp_path: Path, 
 
 OF_VERBS = {
     "fitt": "allowed are fit",
-    "fit --help modle": "there is no section modle: see",
+    "fit --help modle": r"there is no section modle; did you mean model\? see",
+    "fit --help q": "there is no section q; give one of .*model, data",
+    "--help dat": r"there is no section dat; did you mean data\?",
     "plan --bandwidth=300": "argument --bandwidth: expected 2 arguments",
     "launch --on=torch": "argument --on: invalid choice: 'torch'",
     "launch --config=x.yaml": "arguments are required: --on.* launch --help` explains every flag",

@@ -44,6 +44,7 @@ ALONE_S = 3.0  # rank 0 has ended by then, if it has the same error
 # fragments: 2.3 GB more after 300 steps of ZeRO-2 on CPUs (docs/speed.md).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
+HELP = ("-h", "--help")
 NEEDED = ("torch", "lightning", "transformers", "jsonargparse", "numpy", "yaml")  # by every verb
 
 
@@ -96,7 +97,9 @@ def run(argv: list[str], project: Project) -> int:
 def _run(argv: list[str], project: Project) -> int:
     project.start()
     try:
-        if not argv or argv[0] in ("-h", "--help"):
+        if len(argv) > 1 and argv[0] in HELP:  # of a verb, or of a section of keys
+            argv = [argv[1], "--help"] if argv[1] in verbs() else ["fit", *argv]
+        if not argv or argv[0] in HELP:
             print(usage(project.package))
             return Exit.DONE if argv else Exit.BAD_INPUT
         _start(argv, project)

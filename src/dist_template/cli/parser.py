@@ -99,7 +99,11 @@ class Parser(LightningArgumentParser):
             title, end = f"keys of {self.section}", f"All sections: `{fit} --help`."
             shown = [key for key in keys if f"{key.dest}.".startswith(f"{self.section}.")]
             if not shown:
-                raise InputError(f"there is no section {self.section}: see `{fit} --help`")
+                sections = dict.fromkeys(key.dest.partition(".")[0] for key in keys)
+                sections.pop("help")
+                near = get_close_matches(self.section.lower(), sections, 1)
+                hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(sections)};"
+                raise InputError(f"there is no section {self.section}; {hint} see `{fit} --help`")
         elif self.keys_of_fit:
             title, end = "flags of this verb", f"Every other key is fit's: see `{fit} --help`."
             shown = [key for key in keys if key.dest not in self.keys_of_fit]
