@@ -134,6 +134,9 @@ FLAGS = {
     "--ckpt_path=best": "no checkpoint under",
     "--ckpt_path={here}/file": "is not a checkpoint",
     "--model.pretrained=./nowhere": "nowhere",
+    "--model.pretrained=": "model.pretrained is ''; give a folder or a hub name, or null",
+    "--model.distillation.teacher=": "model.distillation.teacher is ''; give a folder or a hub",
+    "--model.distillation.teacher=./nowhere": "model.distillation.teacher './nowhere' cannot be",
     # what cannot work together: test_limits.py has the rest
     "--data.validation_share=0.5 --data.test_share=0.5": "nothing to train on",
     "--model.optim.learning_rate=[{value: 1}] --optimizer=torch.optim.SGD "

@@ -71,6 +71,8 @@ def causal_lm_config(
         InputError: there is no such model or architecture."""
     from transformers import AutoConfig
 
+    if pretrained == "":  # as of an environment variable that is not set
+        raise InputError("model.pretrained is ''; give a folder or a hub name, or null")
     if pretrained:
         check_reachable(pretrained)
         try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...model.metrics import NOT_COUNTED
-from ...ranges import PositiveFloat, Share
+from ...ranges import NotBlank, PositiveFloat, Share
 from ..model.causal_lm import causal_lm, causal_lm_config
 from ..model.head import ChunkedLoss, head_of, without_head
 from ..model.reward import refuse_reward_model
@@ -36,6 +36,9 @@ from .objective import Batch, Sums
 __all__ = ["Distillation"]
 
 
+KEY = "model.distillation"
+
+
 @dataclass
 class DistillationConfig:
     """A teacher whose distribution is learned beside the data's tokens, or in place of them.
@@ -45,7 +48,7 @@ class DistillationConfig:
         weight: Share of the divergence from the teacher in the loss; the rest is cross-entropy.
         temperature: Divides both models' logits; the divergence is multiplied by its square."""
 
-    teacher: str
+    teacher: Annotated[str, NotBlank("a folder or a hub name of weights")]
     weight: Share = 1.0
     temperature: PositiveFloat = 1.0
 
@@ -53,9 +56,10 @@ class DistillationConfig:
 class Distillation(NextToken):
     """Cross-entropy, and the divergence from a frozen teacher."""
 
-    key: ClassVar[str] = "model.distillation"
+    key: ClassVar[str] = KEY
     # The teacher's pass comes first, and a pipeline has one pass.
     is_one_pass = False
+    frozen_weights = ("distillation.teacher",)
     no_better = "The teacher is no better: evaluate it on the same data."
 
     def __init__(self, config: DistillationConfig) -> None:
@@ -113,8 +117,8 @@ def _build_teacher(module: Any) -> nn.Module:
     cannot be loaded, or has another vocabulary, or if it or the module's model has no output
     layer."""
     data, name = module.data, module.distillation.teacher
+    config = _teacher_config(module, data, name)
     try:
-        config = _teacher_config(module, data, name)
         vocab_size = config.get_text_config().vocab_size
         if vocab_size < data.vocab_size or not _has_tokenizer(name, data.text_tokenizer):
             raise InputError(
@@ -143,7 +147,10 @@ def _require_head(model: nn.Module, name: str) -> None:
 
 
 def _teacher_config(module: Any, data: Any, name: str) -> Any:
-    return causal_lm_config({}, name, getattr(module, "attention", None), data)
+    try:
+        return causal_lm_config({}, name, getattr(module, "attention", None), data)
+    except InputError as error:
+        raise InputError(str(error).replace("model.pretrained", f"{KEY}.teacher")) from error
 
 
 def _has_tokenizer(name: str, tokenizer: Any) -> bool:

@@ -10,7 +10,7 @@ in this order:
     a log step          derive
     an evaluation       count, summarize
     verbs               plan: frozen_parameters, in_chunks, own_blocks, forwarding, copied
-                        rehearse: phases, and what it learns from
+                        rehearse: phases, frozen_weights, and what it learns from
                         evaluate: values or figures, measures, keys_without
                         export: task, part
 
@@ -89,6 +89,7 @@ class Objective(Choice):
     measures: ClassVar[Mapping[str, Measure]] = {}  # that `evaluate` compares besides the loss
     figures: ClassVar[tuple[str, ...]] = ()  # columns that those of `measures` need
     phases: ClassVar[tuple[str, ...]] = ()  # keys of `model` that may be phases by tokens
+    frozen_weights: ClassVar[tuple[str, ...]] = ()  # keys of `model` that name a frozen model's
     no_better: ClassVar[str] = ""  # a cause where the model is no better than a unigram model
 
     @property

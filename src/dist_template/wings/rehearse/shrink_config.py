@@ -16,12 +16,17 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ...errors import InputError
 from ...parallel.spec import spec_of
-from ...text.model.causal_lm import EXTRA
+from ...text.model.causal_lm import EXTRA, causal_lm, causal_lm_config
 from ...text.objectives.next_token import NextToken
 from ...text.objectives.objective import Objective, objective_for
+from ...text.tokenizers import Bytes
 from .shrink_model import shrink_architecture
 
 if TYPE_CHECKING:
@@ -159,6 +164,8 @@ def shrink(
     else:
         notes.append("data has no micro_batch_size: its samples and batches stay as they are")
     _shrink_model(small, model_config, given, objective)
+    if model_config is not None:
+        _replace_frozen(small, folder.absolute(), keep_data, objective)
     if "watchdog" in config:
         config["watchdog"] |= {"timeout_s": HANG_S, "start_timeout_s": HANG_S}
     if "replicas" in config:
@@ -217,6 +224,28 @@ def _shrink_data(small: Small, folder: Path, keep_data: bool, objective: Objecti
         values |= {"validation_share": 0.1, "test_share": 0.1}
     for key in values.keys() & data.keys():  # a data module may lack some
         data[key] = values[key]
+
+
+def _replace_frozen(small: Small, folder: Path, keep_data: bool, objective: Objective) -> None:
+    """Writes a small model with random weights in place of each frozen one, such as a teacher: that
+    has the vocabulary of production, and its size. Raises InputError if there is none."""
+    model, seq_len = small.config["model"], small.config["data"]["seq_len"]
+    for path in objective.frozen_weights:
+        section, _, key = path.partition(".")
+        try:
+            own = causal_lm_config({}, model[section][key], None, SimpleNamespace(eos_token_id=0))
+        except InputError as error:
+            raise InputError(str(error).replace("model.pretrained", f"model.{path}")) from error
+        # its own vocabulary is the tokenizer's, or larger
+        vocab_size = own.get_text_config().vocab_size if keep_data else Bytes.vocab_size
+        sizes = SimpleNamespace(vocab_size=vocab_size, eos_token_id=0, seq_len=seq_len)
+        config = causal_lm_config(model["architecture"], None, None, sizes)
+        with torch.random.fork_rng([]):
+            torch.manual_seed(1)  # other weights than the trained model's
+            frozen: Any = causal_lm(config, None, vocab_size)
+        frozen.save_pretrained(folder / key)
+        model[section][key] = str(folder / key)
+        small.notes.append(f"model.{path}: a small model with random weights")
 
 
 def _shrink_phases(small: Small, given: Any, most: float | None = None) -> Any:
