@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3ForCausalLM
 
 from dist_template import InputError
 from dist_template.callbacks import global_order
+from dist_template.checkpoint import manifest
 from dist_template.text import Mixture, Preferences, Ratings
 from dist_template.text.batches.rows import NOT_COUNTED, PAIRS, PairRows
 from dist_template.text.model.kernels import BOUNDS
@@ -26,7 +27,7 @@ from dist_template.text.objectives.ratings import Distance
 from tests.support import chats, pairs
 from tests.support.chats import messages, write
 from tests.support.parity import MODELS, Trainings
-from tests.support.runs import logged, newest, run
+from tests.support.runs import logged, newest, only_run, run
 from tests.support.strategies import flags_of
 from tests.support.tiers import tiers
 
@@ -322,6 +323,24 @@ def test_a_teacher_without_tokenizer_files_is_compared_by_its_size(
         == 2
     )
     assert "qwen' has no files of a tokenizer: give a folder with a" in capfd.readouterr().err
+
+
+def test_a_run_of_ratings_from_before_resumes(flags: list[str], tmp_path: Path) -> None:
+    """Its checkpoint has neither its objective's class nor the distance of the step before."""
+    given = [flag for flag in flags if not flag.startswith(("--data.source", "--data.tokenizer"))]
+    given += [*pairs.flags(tmp_path, pairs.RATED_LENGTHS, "Ratings"), "--data.seq_len=64"]
+    given += ["--model.preference.loss=kto"]
+    assert run("fit", *given, "--trainer.max_steps=2") == 0
+    path = newest(only_run(tmp_path))
+    state, entries = path / "checkpoint.pt", manifest.read(path)
+    before = torch.load(state, weights_only=True)
+    del before["state_dict"]["distance._extra_state"]
+    torch.save(before, state)
+    del entries["fixed_settings"]["model.objective"]
+    entries["files"] = {state.name: [state.stat().st_size, manifest.crc32(state)]}
+    (path / "manifest.json").write_text(manifest.rendered(entries))
+    assert run("fit", *given, "--trainer.max_steps=4", "--ckpt_path=last") == 0
+    assert [*logged(only_run(tmp_path), "train/loss")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
