@@ -10,14 +10,16 @@ import pytest
 import yaml
 from trainer_dev.module import LanguageModule
 
-from dist_template import plugins
+from dist_template import InputError, plugins
 from dist_template.cli.limits import Machine
+from dist_template.parallel.mesh.axes import Axis
 from dist_template.parallel.spec import spec_of
 from dist_template.parallel.spec.candidates import Candidate
 from dist_template.parallel.spec.facts import Facts, Sent
 from dist_template.strategies import MeshStrategy
 from dist_template.wings.plan.estimate import Machine as Devices
 from dist_template.wings.plan.planner import Planner
+from tests.support.extras import write_metadata
 from tests.support.limits import violations_of
 from tests.support.mirror import FILE, install
 from tests.support.parity import Trainings, assert_trains_alike, mask_labels
@@ -27,6 +29,7 @@ REPOSITORY = Path(__file__).parents[2]
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 MIRRORED = {"class_path": "MeshStrategy", "dict_kwargs": {"mirror_size": 4}}
+KEY, OF_PICKY = "trainer.strategy.init_args.picky_size", f"{__name__}:Picky"
 FACTS = Facts(world_size=4, parameters=10**6, trainable=10**6, layers=8, global_batch_size=8)
 
 
@@ -63,6 +66,25 @@ def test_a_new_axis_has_sizes_refusals_memory_messages_and_a_small_form() -> Non
 def test_a_constructed_strategy_knows_the_axis() -> None:
     spec: Any = spec_of(MeshStrategy(mirror_size=2, fsdp_size=1))
     assert spec.sizes(2)["mirror"] == 2 and spec.data_parallel(2) == 1
+
+
+class Picky(Axis):
+    name = "picky"
+
+    def __init__(self, spec: Any, sizes: Any) -> None:
+        super().__init__(spec, sizes)
+        if self.size == 4:
+            raise ValueError("four is too many. Really")
+
+
+def test_an_axis_that_refuses_its_size_is_one_sentence(tmp_path: Path) -> None:
+    write_metadata(tmp_path / "site", "picky", {"dist_template.axes": {"picky": OF_PICKY}})
+    plugins.loaded.cache_clear()
+    of_size: Any = {"class_path": "MeshStrategy", "dict_kwargs": {"picky_size": 2}}
+    assert violations_of(of_size, Machine("cuda", 8)) == []
+    of_size["dict_kwargs"] = {"picky_size": 4}
+    with pytest.raises(InputError, match=f"{KEY}: Picky refuses it: ValueError: four is too many"):
+        violations_of(of_size, Machine("cuda", 8))
 
 
 @pytest.mark.slow

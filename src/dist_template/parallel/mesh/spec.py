@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
-from ...errors import InputError
+from ...errors import InputError, reason
 from ..configured import ARGS, Configured
 from ..own_code import code_of
 from ..spec.base import SLOWER, ReducedStrategy, Spec
@@ -54,7 +54,17 @@ class MeshSpec(Spec):
     def active(self, world_size: int) -> list[Axis]:
         """Returns the axes that have a size above 1, outermost first."""
         sizes = self.sizes(world_size)
-        return [axis(self, sizes) for axis in all_axes() if sizes[axis.name] > 1]
+        return [self._axis(axis, sizes) for axis in all_axes() if sizes[axis.name] > 1]
+
+    def _axis(self, kind: type[Axis], sizes: MeshSizes) -> Axis:
+        """Creates an axis. Raises InputError if a package's refuses its size."""
+        try:
+            return kind(self, sizes)
+        except Exception as error:
+            if kind in AXES or isinstance(error, InputError):
+                raise
+            why = f"{type(error).__name__}: {reason(error)}"
+            raise InputError(f"{ARGS}.{kind.key}: {kind.__name__} refuses it: {why}") from error
 
     def in_order(self, world_size: int) -> list[Axis]:
         """Returns the same in the order in which refusals and proof.json have them."""
@@ -106,7 +116,7 @@ class MeshSpec(Spec):
         arguments |= sizes | {axis.key: 1 for axis in named if not axis.adds_ranks}
         resolved = sizes_of(arguments, num)  # raises if the number does not fit
         for axis in named:
-            arguments |= axis(self, resolved).reduced(notes)
+            arguments |= self._axis(axis, resolved).reduced(notes)
         small = MeshSpec(arguments)
         stages = 1
         if resolved.pp > 1:
