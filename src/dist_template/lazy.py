@@ -7,14 +7,24 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from .errors import require
+
+OF_EXTRAS = {"transformers": "text", "tokenizers": "text", "safetensors": "text"}  # by package
+
 
 def attribute_of(module: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of `module` (PEP 562); `places` has each public name's file."""
+    """Returns the `__getattr__` of `module` (PEP 562); `places` has each public name's file. It
+    raises InputError for a name that needs an extra which is not installed."""
 
     def attribute(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{places[name]}", __package__), name)
+        try:
+            value = getattr(importlib.import_module(f".{places[name]}", __package__), name)
+        except ModuleNotFoundError as error:
+            if error.name in OF_EXTRAS:
+                require(error.name, f"{module}.{name}", extra=OF_EXTRAS[error.name])
+            raise
         # Python finds it there from now on; jsonargparse asks for each class dozens of times.
         setattr(sys.modules[module], name, value)
         return value

@@ -191,26 +191,41 @@ def pin_of(project: Path) -> str:
     return chosen["tool"]["environment"]["library"]
 
 
+# Packages of extras, and the only places that import them at the top of a module.
+OF_EXTRAS = {
+    "jsonargparse": ("/cli/", "/wings/"),
+    "transformers": ("/text/", "/wings/", "/compat/parallel_styles", "/compat/transformers_"),
+    "tokenizers": ("/text/", "/wings/"),
+    "safetensors": ("/text/", "/wings/"),
+    "h11": ("/wings/", "/compat/uvicorn"),
+    "jinja2": ("/wings/",),
+    "optuna": ("/wings/",),
+    "starlette": ("/wings/", "/compat/transformers_serving"),
+    "uvicorn": ("/wings/", "/compat/uvicorn", "/compat/transformers_serving"),
+}
+
+
 def test_what_is_imported_with_the_library_is_required_by_it() -> None:
-    """Imports at the top of a module; what extras bring is imported late, or by a wing alone."""
+    """Imports at the top of a module; what extras bring is imported late, or in its own rooms."""
     required = {re.split(r"[^\w.-]", each)[0].lower() for each in LIBRARY["dependencies"]}
-    of_wings = {"h11", "jinja2", "optuna", "starlette", "uvicorn"}  # the extras sweep and serve
-    found: dict[str, str] = {}
-    for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                found[str(node.module).split(".")[0]] = str(path)
-            elif isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0]: str(path) for alias in node.names}
     owners = importlib.metadata.packages_distributions()
     known = {name for name in owners if required & {owner.lower() for owner in owners[name]}}
     own = {path.name for path in (ROOT / "src").iterdir()}
-    lacking = found.keys() - sys.stdlib_module_names - known - own
-    assert "torch" in found and lacking <= of_wings
-    for name in lacking:
-        assert "/wings/" in found[name] or found[name].endswith(
-            ("transformers_serving.py", "uvicorn.py")
-        ), name
+    allowed = sys.stdlib_module_names | known | own
+    imported = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [str(node.module)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                package = name.partition(".")[0]
+                imported.add(package)
+                rooms = OF_EXTRAS.get(package, ())
+                assert package in allowed or any(room in str(path) for room in rooms), (name, path)
+    assert {"torch", "jsonargparse"} <= imported
 
 
 def test_a_project_from_a_folder_uses_its_library(default: BakedProject, tmp_path: Path) -> None:

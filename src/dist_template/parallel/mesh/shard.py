@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from ... import weights
 from ...compat import transformers as compat
-from ...compat.parallel_styles import STYLE, register_replicated
 from ...errors import InputError, reason
 from ...layout import refuse_mixed, refuse_unshardable
 from .. import scatter
@@ -27,6 +26,7 @@ from ..configured import ARGS
 from .ranks import MeshRanks
 from .sequence import share_attention
 
+STYLE = "replicated_with_grad_allreduce"  # transformers' name; compat/parallel_styles.py has ours
 EXPERT_PLAN = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # adapters follow it
 # modules that each rank has, whose gradient is a sum, and that plans of transformers (5.23) do not
 # name
@@ -165,6 +165,8 @@ def shard_by_plan(model: Any, strategy: MeshRanks) -> None:
     the sizes."""
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
+
+    from ...compat.parallel_styles import register_replicated
 
     register_replicated()
     sizes = strategy.mesh_sizes
