@@ -136,7 +136,6 @@ FLAGS = {
     "--model.pretrained=./nowhere": "nowhere",
     "--model.pretrained=": "model.pretrained is ''; give a folder or a hub name, or null",
     "--model.distillation.teacher=": "model.distillation.teacher is ''; give a folder or a hub",
-    "--model.distillation.teacher=./nowhere": "model.distillation.teacher './nowhere' cannot be",
     # what cannot work together: test_limits.py has the rest
     "--data.validation_share=0.5 --data.test_share=0.5": "nothing to train on",
     "--model.optim.learning_rate=[{value: 1}] --optimizer=torch.optim.SGD "
@@ -176,6 +175,7 @@ FLAGS = {
     "--lr_scheduler={class_path: OneCycleLR, init_args: {max_lr: 1}}": "OneCycleLR: .*total_steps",
 }
 LATER = {  # found when the run has a folder
+    "--model.distillation.teacher=./nowhere": "model.distillation.teacher './nowhere' cannot be",
     "--model.pretrained={here}/no_weights": "model.pretrained '.*no_weights' cannot be loaded: ",
     "--model.pretrained={here}/half": "model.pretrained '.*half' cannot be loaded: ",
     "--model.pretrained={here}/layers": "has num_hidden_layers 1000000000; give 0 to 10,000",

@@ -126,7 +126,7 @@ def test_a_script_trains_and_resumes_without_extras(python: Path, tmp_path: Path
 def test_what_an_extra_brings_is_named_in_a_sentence(python: Path, tmp_path: Path) -> None:
     said = answer(python, tmp_path, "-c", "from dist_template.text import TextModule")
     assert "dist_template.text.TextModule needs the package safetensors" in said, said
-    assert "pip install" in said and "'transformers>=" in said, said
+    assert "pip install" in said and "'transformers" in said, said
     program = "from dist_template import main; main('m:M', 'd:D', None, ['fit'])"
     said = answer(python, tmp_path, "-c", program)
     assert "has no transformers, jsonargparse" in said and "Traceback" not in said, said
