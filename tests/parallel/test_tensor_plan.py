@@ -70,7 +70,7 @@ def test_forgotten_rules_are_added(kind: str) -> None:
 
 def test_a_parameter_beside_the_heads_that_is_not_known_is_refused() -> None:
     model = build("cohere", use_qk_norm=True)
-    said = r"how the gradient of .*q_norm.weight is computed: .*give a rule as tp_plan"
+    said = r"how the gradient of .*q_norm.weight is computed: .*give a rule as \S*tp_plan"
     with pytest.raises(InputError, match=said):
         complete_plan(model, model.tp_plan)
     given = {f"{HEADS}.{name}": "replicate" for name in ("q_norm", "k_norm")}
