@@ -145,7 +145,7 @@ def test_a_model_that_combines_tokens_otherwise_is_refused(architecture: Any, wo
 SIX = AutoConfig.for_model("llama", num_attention_heads=6, hidden_size=36)
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"cp_size": 3}, "cp_size 3 must divide fsdp_size 8"),
-    ({"data": DataModule(seq_len=102)}, "data.seq_len 102 is not a multiple of cp_size 4"),
+    ({"data": DataModule(seq_len=102)}, "102 is not a multiple of trainer.strategy.init_args"),
     ({"cp_size": 8}, "cp_size 8 does not divide the model's 12 attention heads"),
     ({"cp_size": 2, "tp_size": 2, "config": SIX}, "not divide a rank's (tp_size 2) 3 attention"),
     ({"data": DataModule(Preferences(["nowhere"]))}, "would split pairs of data.source"),

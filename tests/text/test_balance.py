@@ -235,7 +235,7 @@ def test_one_process_has_no_speeds() -> None:
 @pytest.mark.parametrize(
     ("strategy", "more", "sentence"),
     [
-        ("ddp", ["--data.rank_speeds=[1, 0]"], "data.rank_speeds is 0.0; give more than 0"),
+        ("ddp", ["--data.rank_speeds=[1, 0]"], "data.rank_speeds[1] is 0.0; give more than 0"),
         ("ddp", ["--data.rank_speeds=measured", "--model.blocks.compile=true"], "first steps comp"),
         ("zero3", ["--data.rank_speeds=measured"], "does not work with ZeRO stage 3"),
         ("pp", ["--data.rank_speeds=[1, 0.5]", "--trainer.devices=4"], "in a pipeline"),

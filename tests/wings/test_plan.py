@@ -228,7 +228,9 @@ BAD = {
     "--devices=8 --memory=80": "cluster.device_memory is '80'; give a number with a unit",
     "--devices=8": "plan needs the memory of a device: give it, as --memory 80GB",
     "--trainer.devices=auto --memory=80GB": "trainer.devices is auto: give a node's devices",
-    "--memory=80GB --model.distillation.teacher=/nowhere": "distillation.teacher '/nowhere' cannot",
+    "--devices=8 --memory=80GB --model.distillation.teacher=/nowhere": (
+        "model.distillation.teacher '/nowhere' cannot be loaded"
+    ),
     "--devices=7 --memory=80GB": "data.global_batch_size 16 is not a multiple of 1 x 7 devices",
 }
 
